@@ -1,0 +1,84 @@
+"""Checkpoints through accelerate: sharded weights and optimizer state, written aside and renamed when whole.
+
+A run's data, learning rate and sampling noise are functions of the seed and the step, so weights, optimizer state,
+generator states and the step's number are all there is to save.
+Checkpoints are trusted input: torch's format has a pickled index. Load none that you would not run as a program.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain.errors import UserError
+
+PROGRESS = "progress.json"  # written last: a directory without it is no checkpoint
+
+
+def save(accelerator: Accelerator, run_dir: Path, step: int, keep: int) -> None:
+    """Write `checkpoints/step_<step>`, then drop all but the newest `keep` (0: none dropped). All ranks call it."""
+    folder = run_dir / "checkpoints"
+    final = folder / f"step_{step:08d}"
+    partial = folder / f"partial_{step:08d}"
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that died while it saved
+        shutil.rmtree(final, ignore_errors=True)  # resumed from an earlier step: this one is written again
+    dist.barrier()
+    accelerator.save_state(str(partial))
+    dist.barrier()
+    if accelerator.is_main_process:
+        (partial / PROGRESS).write_text(json.dumps({"step": step, "world_size": accelerator.num_processes}))
+        partial.rename(final)
+        for old in complete(run_dir)[:-keep] if keep else []:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def complete(run_dir: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    return sorted(path.parent for path in run_dir.glob(f"checkpoints/step_*/{PROGRESS}"))
+
+
+def find(resume: str | None, run_dir: Path) -> Path | None:
+    """The checkpoint that `resume` means: none, this run's newest (auto), or that of a run or checkpoint directory.
+
+    Raises UserError for a path that holds no checkpoint. `auto` without one starts at step 0.
+    """
+    if resume is None:
+        return None
+    if resume == "auto":
+        return next(reversed(complete(run_dir)), None)
+    path = Path(resume)
+    if (path / PROGRESS).is_file():
+        return path
+    if found := complete(path):
+        return found[-1]
+    raise UserError(
+        f"resume={resume}: no checkpoint there. Give a run directory that holds checkpoints/, one of its "
+        "checkpoints/step_*, or auto."
+    )
+
+
+def load(accelerator: Accelerator, checkpoint: Path) -> int:
+    """Restore what `save` wrote, on any number of ranks and under any sharding; the step it was written after."""
+    accelerator.load_state(str(checkpoint))
+    return json.loads((checkpoint / PROGRESS).read_text())["step"]
+
+
+def export(
+    accelerator: Accelerator, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path
+) -> None:
+    """Write a Hugging Face checkpoint (safetensors, in the dtype that the weights came in) for inference."""
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        bare: PreTrainedModel = accelerator.unwrap_model(model)
+        dtype = bare.config.dtype or torch.float32
+        bare.save_pretrained(path, state_dict={name: value.to(dtype) for name, value in state.items()})
+        tokenizer.save_pretrained(path)
+    dist.barrier()

@@ -1,0 +1,240 @@
+"""The schema of every config group.
+
+Plain dataclasses and nothing else: no torch, no Hydra, so that `--help` is instant and a rank can read a
+job without composing it. `cli.py` turns the command line into one of these, `validation.py` checks what
+spans several fields, `conf/` holds the values.
+A recipe `recipes/<name>.py` takes the root dataclass `RECIPES["<name>"]`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+MISSING = "???"  # OmegaConf's marker: the user must give a value
+
+
+class Architecture(StrEnum):
+    """`auto` takes any causal language model; every other value also checks that the weights are of it."""
+
+    auto = "auto"
+    qwen3_5_dense = "qwen3_5_dense"
+    qwen3_5_moe = "qwen3_5_moe"
+    qwen3_next = "qwen3_next"
+    qwen3_dense = "qwen3_dense"
+
+
+class Dtype(StrEnum):
+    """The dtype of the computation. Master weights and optimizer state are always fp32."""
+
+    auto = "auto"  # bf16 on a GPU that has it, fp32 on a CPU
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class PackingMode(StrEnum):
+    thd = "thd"  # documents end to end in one row [1, T], with boundaries
+    padded = "padded"  # one document a row, right-padded [B, T]
+
+
+class Strategy(StrEnum):
+    full_shard = "full_shard"  # FSDP2, parameters freed after forward
+    shard_grad_op = "shard_grad_op"  # FSDP2, parameters kept until after backward
+    hybrid_shard = "hybrid_shard"  # FSDP2, sharded in groups of shard_size, replicated over groups
+    no_shard = "no_shard"  # DDP
+
+
+MetricsName = StrEnum("MetricsName", "mfu none")
+TaskName = StrEnum("TaskName", "arithmetic gsm8k jsonl")
+LoggerName = StrEnum("LoggerName", "none wandb")
+WandbMode = StrEnum("WandbMode", "online offline")
+
+
+class AdvantageScale(StrEnum):
+    group = "group"  # GRPO: divide by the group's standard deviation
+    none = "none"  # Dr.GRPO: subtract the group's mean only
+
+
+class Aggregation(StrEnum):
+    token_mean = "token_mean"
+    seq_mean_token_mean = "seq_mean_token_mean"
+    seq_mean_token_sum = "seq_mean_token_sum"
+    seq_mean_token_sum_norm = "seq_mean_token_sum_norm"
+
+
+Schedule = StrEnum("Schedule", "constant linear cosine")
+
+
+class AnswerReward(StrEnum):
+    exact = "exact"  # the stripped completion equals the answer
+    numeric = "numeric"  # the last number of the completion equals the answer's
+
+
+@dataclass
+class ModelConf:
+    architecture: Architecture = MISSING
+    path: str | None = None  # hub name or local directory; null: the embedded tiny model of the architecture
+    revision: str | None = None  # hub branch, tag or commit
+    trust_remote_code: bool = False  # run Python code that comes with the weights
+    dtype: Dtype = Dtype.auto
+    attention: str = "sdpa"  # transformers' attn_implementation: sdpa, eager, flash_attention_2, ...
+    gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more time
+
+
+@dataclass
+class PackingConf:
+    mode: PackingMode = MISSING
+    tokens_per_row: int = 4096  # budget of one micro-batch; a longer document gets a row of its own
+    pad_multiple: int = 1  # each row's length is rounded up to a multiple of this, by one padding document
+    verify: bool = True  # prove at start, on the loaded layers, that documents do not leak into each other
+
+
+@dataclass
+class FSDPConf:
+    strategy: Strategy = MISSING
+    shard_size: int | None = None  # ranks a shard group, hybrid_shard only; null: a node's, or half of all
+
+
+@dataclass
+class MetricsConf:
+    name: MetricsName = MISSING
+    peak_tflops: float | None = None  # dense peak of one device in TFLOP/s; null: from the device's name
+
+
+@dataclass
+class TaskConf:
+    name: TaskName = MISSING
+    system_prompt: str | None = None  # put before each prompt through the tokenizer's chat template
+    max_prompt_tokens: int = 1024  # longer prompts are dropped and counted, never cut
+    max_new_tokens: int = 16  # room for an answer; rollout.max_new_tokens follows it
+    reward_correct: float = 0.9  # weight of the answer reward
+    reward_format: float = 0.1  # weight of the format reward
+
+
+@dataclass
+class ArithmeticConf(TaskConf):
+    largest: int = 99  # operands are drawn from 0 to this
+    seed: int = 0  # fixes the split into training and held-out problems, whatever the run's seed
+    heldout: int = 256  # problems that training never shows
+
+
+@dataclass
+class FileConf(TaskConf):
+    """Tasks read from files: gsm8k (the hub's openai/gsm8k or a local copy) and jsonl."""
+
+    path: str = MISSING  # a .jsonl, .json, .csv or .parquet file; for gsm8k also a hub dataset
+    eval_path: str | None = None  # held-out file; null: the last `heldout` rows of path, kept out of training
+    heldout: int = 64
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+    answer_reward: AnswerReward = AnswerReward.exact
+
+
+TASKS = {"arithmetic": ArithmeticConf, "gsm8k": FileConf, "jsonl": FileConf}
+
+
+@dataclass
+class RolloutConf:
+    group_size: int = 8  # completions a prompt
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 16
+    batch_size: int = 256  # sequences decoded together on one rank
+
+
+@dataclass
+class LossConf:
+    clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.28
+    advantage_scale: AdvantageScale = AdvantageScale.group
+    aggregation: Aggregation = Aggregation.token_mean
+    updates_per_rollout: int = 1  # optimizer steps on the same rollouts; the clip acts from the second on
+
+
+@dataclass
+class OptimConf:
+    lr: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    schedule: Schedule = Schedule.constant
+    warmup_steps: int = 0
+
+
+@dataclass
+class LoggerConf:
+    name: LoggerName = MISSING
+    project: str = "posttrain"
+    run_name: str | None = None  # null: the run directory's name
+    mode: WandbMode = WandbMode.online
+
+
+@dataclass
+class LaunchConf:
+    nproc: int | str = "auto"  # ranks on this machine; auto: one a GPU, 1 on a CPU
+    threads: int | str = "auto"  # torch threads a rank; auto: OMP_NUM_THREADS, or cores / ranks
+    timeout_s: float = 600.0  # a collective that waits longer than this fails the run
+
+
+@dataclass
+class CheckpointConf:
+    every: int = 100  # steps between checkpoints; 0: none
+    keep: int = 2  # newest checkpoints kept; 0: all
+    export: bool = True  # write the trained model to <run directory>/model at the end
+
+
+@dataclass
+class EvaluationConf:
+    prompts: int = 128  # held-out prompts; 0: no evaluation
+    every: int = 0  # also every so many steps; 0: at the end only
+    temperature: float = 0.0  # 0: greedy
+
+
+@dataclass
+class JobConf:
+    """What every recipe has, and all that evaluate needs."""
+
+    model: ModelConf = field(default_factory=ModelConf)
+    task: TaskConf = field(default_factory=TaskConf)
+    rollout: RolloutConf = field(default_factory=RolloutConf)
+    launch: LaunchConf = field(default_factory=LaunchConf)
+    evaluation: EvaluationConf = field(default_factory=EvaluationConf)
+    seed: int = 0
+    debug: bool = False  # show Python tracebacks for every error
+
+
+@dataclass
+class SFTConf(JobConf):
+    fsdp: FSDPConf = field(default_factory=FSDPConf)
+    packing: PackingConf = field(default_factory=PackingConf)
+    optim: OptimConf = field(default_factory=OptimConf)
+    logger: LoggerConf = field(default_factory=LoggerConf)
+    steps: int = 200
+    batch_size: int = 64  # documents an optimizer step, over all ranks
+    init: bool = False  # start from random weights instead of the checkpoint's
+    stop_at: float | None = None  # end early once the held-out pass rate at temperature 1 reaches this
+
+
+@dataclass
+class GRPOConf(JobConf):
+    packing: PackingConf = field(default_factory=PackingConf)
+    fsdp: FSDPConf = field(default_factory=FSDPConf)
+    metrics: MetricsConf = field(default_factory=MetricsConf)
+    loss: LossConf = field(default_factory=LossConf)
+    optim: OptimConf = field(default_factory=OptimConf)
+    logger: LoggerConf = field(default_factory=LoggerConf)
+    checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
+    steps: int = 200
+    prompts_per_step: int = 32  # prompts an optimizer step, over all ranks; any number, also below the ranks
+    resume: str | None = None  # auto: hydra.run.dir's newest checkpoint; or a run or checkpoint directory
+
+
+EvaluateConf = JobConf
+RECIPES = {"grpo": GRPOConf, "sft": SFTConf, "evaluate": EvaluateConf}
+
+
+def hybrid_shard_size(cfg: FSDPConf, world: int) -> int:
+    """Ranks a shard group: cfg.shard_size, or a node's ranks if there are several nodes, or half of all."""
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return cfg.shard_size or (node if 1 < node < world else world // 2)

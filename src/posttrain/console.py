@@ -1,0 +1,72 @@
+"""What a run says on the terminal: the start banner and the closing table, from its summary.json."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+
+def banner(summary: Mapping[str, Any]) -> str:
+    """The facts that a run starts with, a row a fact; what its recipe did not report has no row."""
+    rows = {"model": f"{summary['model']}, {summary['parameters']:,} parameters"}
+    ranks, threads = summary["world_size"], os.environ.get("OMP_NUM_THREADS", "?")
+    rows["ranks"] = f"{ranks} x {summary['device']}, {threads} thread{'s' * (threads != '1')} each"
+    if "sharding" in summary:
+        rows["sharding"] = summary["sharding"]
+    if "packing" in summary:
+        rows |= _packing_rows(summary["packing"])
+    task = summary["task"]
+    rows["task"] = ", ".join(f"{count:,} {split}" for split, count in task.items() if split != "dropped")
+    if task["dropped"]:
+        rows["dropped"] = f"{task['dropped']:,} prompts, empty or longer than task.max_prompt_tokens"
+    if summary.get("resumed_from"):
+        rows["resumed from"] = summary["resumed_from"]
+    if mfu := summary.get("mfu"):
+        rows["peak"] = (
+            f"{mfu['peak_tflops_per_device']:.3g} TFLOP/s a device ({mfu['peak_source']})"
+            if mfu["available"]
+            else f"no MFU: {mfu['reason']}"
+        )
+    return table(rows)
+
+
+def _packing_rows(packing: Mapping[str, Any]) -> dict[str, str]:
+    if packing["mode"] == "padded":
+        proof = "one document a row"
+    elif packing["verified"]:
+        proof = f"verified: largest difference {packing['max_difference']:.1e}, allowed {packing['tolerance']:.0e}"
+    else:
+        proof = "NOT verified (packing.verify=false)"
+    rows = {"packing": f"{packing['mode']}, {proof}"}
+    rows["kernels"] = ", ".join(f"{operation}: {kernel}" for operation, kernel in packing["kernels"].items())
+    if packing["warnings"]:
+        rows["warning"] = "; ".join(packing["warnings"])
+    return rows
+
+
+def closing(summary: Mapping[str, Any]) -> str:
+    """How a run ended."""
+    rows = {"status": summary["status"]}
+    if summary["error"]:
+        rows["error"] = summary["error"]
+    rows["steps"] = str(summary["steps"])
+    if summary["reward"]["first_tenth"] is not None:
+        rows["reward"] = "{first_tenth:.3f} (first tenth) -> {last_tenth:.3f} (last tenth)".format(**summary["reward"])
+    if held_out := summary.get("evaluation"):
+        rows["held out"] = "  ".join(
+            f"{name.removeprefix('eval/').removeprefix('rewards/')} {value:.3f}"
+            for name, value in held_out.items()
+            if name != "eval/prompts"
+        )
+    rows["tokens"] = f"{summary['tokens']:,}"
+    rows["seconds"] = "  ".join(f"{phase} {spent:.1f}" for phase, spent in summary["seconds"].items())
+    for part in ("mfu", "logger"):
+        if (summary.get(part) or {}).get("available") is False:
+            rows[f"{part} off"] = summary[part]["reason"]
+    return table(rows)
+
+
+def table(rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())

@@ -1,0 +1,93 @@
+"""What the command line says to its user: `--help`, and Hydra's errors in our words."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import traceback
+from pathlib import Path
+
+import yaml
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from posttrain.config import TASKS
+from posttrain.errors import UserError
+from posttrain.validation import did_you_mean, every_key, no_such_key
+
+
+def help_text(recipe: str, conf: Path) -> str:
+    """The comment at the head of conf/<recipe>.yaml, its groups with the default first, and its keys.
+
+    Hydra's own --help takes a second and a half: it copies its whole store four times a group.
+    """
+    lines = (conf / f"{recipe}.yaml").read_text().splitlines()
+    head = [
+        line.removeprefix("#")[1:] for line in itertools.takewhile(lambda line: line.startswith("#"), lines)
+    ]
+    defaults = [entry for entry in yaml.safe_load("\n".join(lines))["defaults"] if isinstance(entry, dict)]
+    groups = {}
+    for entry in defaults:
+        for group, default in entry.items():
+            options = sorted(file.stem for file in (conf / group).glob("*.yaml"))
+            if options:
+                groups[group] = ", ".join(sorted(options, key=lambda option: option != default))
+    keys = {group: ", ".join(value) for group, value in every_key(recipe).items() if isinstance(value, dict)}
+    top = ", ".join(key for key, value in every_key(recipe).items() if not isinstance(value, dict))
+    return "\n".join(
+        [
+            *head,
+            "\ngroup=option, the default first (experiment and sweep: none)",
+            *(f"  {group:<12}{options}" for group, options in groups.items()),
+            "\ngroup.key=value",
+            *(f"  {group:<12}{names}" for group, names in keys.items()),
+            f"\nkey=value\n  {top}",
+            "\n--cfg job  shows every value           -m           runs all combinations of a,b values",
+            "--info     shows where they come from   --hydra-help the rest",
+        ]
+    )
+
+
+def complain(error: Exception, recipe: str, debug: bool) -> int:
+    """Say on stderr in a line or two what is wrong; the exit status. A traceback if debug or for a bug."""
+    mistake = isinstance(
+        error, UserError | HydraException | OmegaConfBaseException | ValueError | yaml.YAMLError
+    )
+    if debug or not (mistake or isinstance(error, OSError)):
+        traceback.print_exception(error)
+    elif mistake:
+        print(_explain(error, recipe), file=sys.stderr)
+    else:
+        print(": ".join(filter(None, [error.strerror, error.filename])), file=sys.stderr)
+    return 2 if mistake else 1
+
+
+def _explain(error: Exception, recipe: str) -> str:
+    """What exists is listed, and `+key` never advised: it opens a hole that validation.typed closes."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OverrideParseException):
+        reason = next(line for line in str(error).splitlines() if not line.startswith("Error parsing"))
+        return f"{error.override}: {reason}. Type key=value, special characters in quotes: 'key=\"value\"'"
+    chain = [str(error)]
+    while (error := error.__cause__) is not None:
+        chain.append(str(error))
+    text = "\n".join(chain)
+    file = found[0] + ": " if (found := re.match(r"In '[^']+'", text)) else ""
+    if found := re.search(r"Could not find '(.+)/(.+?)'\n\nAvailable options in .*:\n((?:\t.*\n)+)", text):
+        group, option, options = found[1], found[2], found[3].split()
+        return f"{group}={option}: no option{did_you_mean(option, options)} There are: {', '.join(options)}"
+    found = re.search(r"Key '.+' not in '(\w+)'\n\s+full_key: (\S+)", text)
+    if found and not found[2].startswith("hydra."):
+        known = every_key(recipe)
+        for task in TASKS.values():
+            if task.__name__ == found[1]:
+                known["task"] = OmegaConf.to_container(OmegaConf.structured(task))
+        return file + no_such_key(found[2], known)
+    noise = ("full_key:", "reference_type=", "object_type=", "To append")
+    lines = [line.strip() for line in text.splitlines() if line and not line.strip().startswith(noise)]
+    message = ": ".join(line.rstrip(":.") for line in lines).removeprefix("Error merging override ")
+    key = re.search(r"full_key: (\S+)", text)
+    return message if key is None or key[1] in message else f"{key[1]}: {message}"

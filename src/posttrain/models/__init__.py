@@ -1,0 +1,1 @@
+"""Models: loading, the embedded tiny ones, and packing that cannot leak."""

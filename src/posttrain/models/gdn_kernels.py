@@ -1,0 +1,194 @@
+"""Documents in one row: their boundaries, and the gated delta rule and its short convolution in plain torch.
+
+The reference kernels are for CPUs, for tests and for GPUs without fused ones. They are exact: a document's
+result does not depend on what else is in the row. They regroup the row, call transformers' own torch function
+(`raw`) and undo the regrouping, so that the mathematics stays upstream's:
+
+    delta rule   documents of similar length become one right-padded batch; the padding is behind a causal
+                 function, so it changes nothing. (Resetting the gate at boundaries instead would need no
+                 regrouping, but its cumulative sums round: 2e-5 against 4e-8 on the gradient.)
+    convolution  W - 1 zero columns between documents, which is what the start of a row has to its left.
+
+Shapes: B rows, T tokens, N documents, H heads, K and V head widths, D channels, W taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from operator import index as as_int
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # tokens in a chunk of the chunked delta rule, upstream's own choice
+BOUNDARIES = (
+    "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
+    "document_lengths",
+)  # fmt: skip
+
+
+def boundaries(lengths: Sequence[int], device: torch.device | str) -> dict[str, Tensor | int | tuple | bool]:
+    """Keyword arguments of a model call on one row [1, T]: documents of `lengths` tokens, end to end.
+
+    position_ids int64 [1, T], from 0 in each document; cu_seq_lens_q and _k int32 [N + 1]; max_length_q and
+    _k; seq_idx int32 [1, T]; use_cache=False; document_lengths, so that no layer has to ask the device.
+    Tail padding is a document of its own. Errors: ValueError for no documents, or one of no tokens.
+    """
+    lengths = tuple(as_int(n) for n in lengths)
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"documents need at least one token each, got lengths {list(lengths)}")
+    counts = torch.tensor(lengths)
+    starts = torch.tensor(list(accumulate(lengths, initial=0)))
+    position_ids = torch.arange(sum(lengths)) - starts[:-1].repeat_interleave(counts)
+    seq_idx = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(counts)
+    offsets = starts.to(device, torch.int32)
+    return {
+        "position_ids": position_ids[None].to(device),
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "seq_idx": seq_idx[None].to(device),
+        "document_lengths": lengths,
+        "use_cache": False,
+    }
+
+
+def documents(boundaries: dict, rows: int, tokens: int) -> tuple[int, ...] | None:
+    """Lengths of the documents in a [rows, tokens] call; None if each row is one document.
+
+    Reads `document_lengths`; a caller who sends only `cu_seqlens` or `seq_idx` pays a device synchronisation.
+    Errors: ValueError if the documents do not fill exactly one row, or the boundaries disagree.
+    """
+    lengths = boundaries.get("document_lengths")
+    sent = (boundaries.get(name) for name in ("cu_seqlens", "cu_seq_lens_q"))
+    offsets = next((tensor for tensor in sent if tensor is not None), None)
+    seq_idx = boundaries.get("seq_idx")
+    if lengths is not None:
+        if offsets is not None and len(offsets) != len(lengths) + 1:
+            raise ValueError(
+                f"{len(lengths)} document_lengths, but {len(offsets) - 1} documents in cu_seqlens"
+            )
+    elif offsets is not None:
+        first, *rest = offsets.tolist()
+        if first != 0:
+            raise ValueError(f"cu_seqlens must start at 0, not at {first}")
+        lengths = [end - start for start, end in pairwise([first, *rest]) if end != start]
+    elif seq_idx is not None:
+        if rows != 1:
+            raise ValueError(f"seq_idx needs one row [1, T], got {rows} rows")
+        lengths = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
+    if lengths is None or len(lengths) == 1:
+        return None
+    if rows != 1 or sum(lengths) != tokens:
+        raise ValueError(
+            f"packed documents of {sum(lengths)} tokens in all must fill one row, got {rows} rows of "
+            f"{tokens} tokens (a call with boundaries takes no cache: use_cache=False)"
+        )
+    return tuple(lengths)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)  # a plan made during generation must stay usable in training
+def bucket_plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[tuple[int, Tensor]], Tensor]:
+    """How to regroup a row of documents into batches of similar length, and back.
+
+    Returns (buckets, inverse): a bucket is (chunk size, index [n, L] of the row's tokens, T where padding);
+    `inverse` [T] finds each token in the concatenation of the flattened buckets.
+    """
+    starts, total = list(accumulate(lengths, initial=0)), sum(lengths)
+    by_size: dict[int, list[int]] = {}
+    for document, length in enumerate(lengths):
+        by_size.setdefault(1 << (length - 1).bit_length(), []).append(document)
+    buckets, inverse, done = [], torch.empty(total + 1, dtype=torch.long, device="cpu"), 0
+    for size, members in sorted(by_size.items()):
+        start = torch.tensor([[starts[d]] for d in members], device="cpu")
+        length = torch.tensor([[lengths[d]] for d in members], device="cpu")
+        position = torch.arange(int(length.max()), device="cpu")
+        index = torch.where(position < length, start + position, total)
+        inverse[index.flatten()] = torch.arange(done, done + index.numel(), device="cpu")
+        done += index.numel()
+        buckets.append((min(size, CHUNK), index.to(device)))
+    return buckets, inverse[:total].to(device)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def gap_plan(lengths: tuple[int, ...], gap: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Indices [T + (N - 1) gap] that put `gap` zeros (token T) between documents, and [T] that undo it."""
+    source: list[int] = []
+    keep: list[int] = []
+    total = sum(lengths)
+    for start, end in pairwise(accumulate(lengths, initial=0)):
+        source += [total] * gap if start else []
+        keep += range(len(source), len(source) + end - start)
+        source += range(start, end)
+    return torch.tensor(source, device=device), torch.tensor(keep, device=device)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Cumulative lengths, int32 [N + 1]. Cached: flash-linear-attention keys its index cache on identity."""
+    return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def document_index(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """The document number of each token, int32 [1, T]."""
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
+    return numbers.repeat_interleave(torch.tensor(lengths, device="cpu"))[None].to(device)
+
+
+def gated_delta_rule(
+    raw: Callable,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    lengths: tuple[int, ...],
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """`raw` (transformers' torch_chunk_gated_delta_rule) on each document of a row by itself.
+
+    query, key [1, T, H, K]; value [1, T, HV, V]; g (log decay), beta [1, T, HV]. Returns [1, T, HV, V], None.
+    Errors: ValueError for a recurrent state, which several documents do not have in common.
+    """
+    refuse_state(lengths, **kwargs)
+    buckets, inverse = bucket_plan(lengths, query.device)
+    # token T is zero: it neither writes to the state nor decays it
+    rows = [F.pad(x[0], (0, 0) * (x.dim() - 2) + (0, 1)) for x in (query, key, value, g, beta)]
+    outputs = []
+    for chunk, index in buckets:
+        q, k, v, decay, rate = (x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in rows)
+        output, _ = raw(q, k, v, g=decay, beta=rate, chunk_size=chunk, **kwargs)
+        outputs.append(output.flatten(0, 1))
+    return torch.cat(outputs).index_select(0, inverse)[None], None
+
+
+def refuse_state(
+    lengths: tuple[int, ...], initial_state: Tensor | None = None, output_final_state: bool = False, **_
+) -> None:
+    """ValueError for a recurrent state in or out: several documents do not have one in common."""
+    if initial_state is not None or output_final_state:
+        raise ValueError(f"{len(lengths)} packed documents cannot share a recurrent state: use_cache=False")
+
+
+def causal_conv1d(
+    raw: Callable,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    lengths: tuple[int, ...],
+) -> Tensor:
+    """`raw` (transformers' torch causal_conv1d_fn) on each document of x [1, D, T] alone; weight [D, W]."""
+    source, keep = gap_plan(lengths, weight.shape[-1] - 1, x.device)
+    spread_TD = F.pad(x[0].t(), (0, 0, 0, 1)).index_select(0, source)
+    output = raw(spread_TD.t()[None], weight, bias, activation=activation)
+    return output[0].t().index_select(0, keep).t()[None]

@@ -1,0 +1,171 @@
+"""Several documents in one row, on models whose layers have memory.
+
+transformers' internals are touched here and in the gdn_ files beside this one, and nowhere else.
+
+    boundaries   the keyword arguments that mark where documents begin; they travel with the model call
+    patch        makes the stateful layers honour them, with fused kernels on a GPU and plain torch elsewhere
+    verify       proves by behaviour, at start, that no document of a row influences another
+
+Why a patch. Symptom: on a bare CPU the layers raise (transformers 5.20 on), or ignore boundaries in silence
+(5.15 to 5.19: logits off by 2.7 to 3.3 of 3.5); with triton and flash-linear-attention importable and no GPU
+they die with "0 active drivers", because upstream chooses the kernel at import. From 5.15 on the layers look
+the kernel up by its module-level name at each call, so replacing the name is enough; the replacement chooses
+by the device of the tensors. It can go when upstream's torch functions take `cu_seqlens` and `seq_idx` and
+follow the device.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers import PreTrainedModel
+
+from posttrain.errors import UserError
+from posttrain.models import gdn_dispatch
+from posttrain.models.gdn_kernels import boundaries
+from posttrain.models.gdn_probe import WAY_OUT, PackingLeak, Probe, mixers, stateful_layers, tiny_copy
+
+__all__ = ["KernelReport", "PackingLeak", "PackingProof", "boundaries", "patch", "verify"]
+
+SUPPORTED = (Version("5.15"), Version("6"))  # of transformers; older ones bind kernels to layer instances
+HANDLED = {f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelReport:
+    """What will run on the device of the computation."""
+
+    layers: dict[str, int]  # stateful layer class -> how many; empty for attention only
+    kernels: dict[str, str]  # operation -> the implementation by name
+    warnings: list[str] = field(default_factory=list)  # slow fallbacks, and what to install
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingProof:
+    """What the probe found. Differences are relative to the largest value of the tensor compared."""
+
+    max_difference: float
+    tolerance: float
+    kernels: dict[str, str]
+    layers: dict[str, int]  # class -> how many in the model: stateful and attention layers
+    seconds: float
+    warnings: list[str] = field(default_factory=list)
+
+
+def patch(
+    model: PreTrainedModel, device: torch.device | str | None = None, packed: bool = True
+) -> KernelReport:
+    """Make the stateful layers of `model` honour `boundaries`, and choose kernels by device. Idempotent.
+
+    Replaces module-level functions, so it holds for every model of the same classes in the process; a model
+    of attention only needs nothing. `packed=False` (for packing=padded) chooses kernels and refuses no model.
+    Errors: UserError for a transformers version, a layer class or hub kernels that cannot be made right.
+    """
+    version = Version(transformers.__version__)
+    if not SUPPORTED[0] <= version < SUPPORTED[1]:
+        raise UserError(
+            f"transformers {version} is installed, and packing=thd needs >={SUPPORTED[0]},<{SUPPORTED[1]}. "
+            f"Type: pip install 'transformers>={SUPPORTED[0]},<{SUPPORTED[1]}'"
+        )
+    layers = stateful_layers(model)
+    if packed:
+        _refuse(model, layers)
+    for name in {type(layer).__module__ for layer in layers} & HANDLED:
+        module = sys.modules[name]
+        for attribute in gdn_dispatch.DISPATCHERS:
+            upstream = getattr(module, attribute)
+            if not hasattr(upstream, "kernel_for"):
+                setattr(module, attribute, gdn_dispatch.dispatch(attribute, upstream))
+    kernels, warnings = _kernels_in_use(model, layers, _device(model, device))
+    return KernelReport(layers=_count(layers), kernels=kernels, warnings=warnings)
+
+
+def _refuse(model: PreTrainedModel, layers: list[nn.Module]) -> None:
+    """UserError where boundaries would not reach a stateful layer."""
+    for layer in layers:
+        if type(layer).__module__ not in HANDLED:
+            raise UserError(
+                f"packing=thd is not possible with {type(model).__name__}: its {type(layer).__name__} "
+                f"carries a state from one document of a row into the next. {WAY_OUT}"
+            )
+    if layers and getattr(model, "use_kernels", False):
+        raise UserError(
+            "packing=thd is not possible with use_kernels=True: hub kernels replace "
+            f"{type(layers[0]).__name__} as a whole. Load the model without it, or: {WAY_OUT}"
+        )
+
+
+def _count(layers: list[nn.Module]) -> dict[str, int]:
+    return dict(Counter(type(layer).__name__ for layer in layers))
+
+
+def _device(model: PreTrainedModel, device: torch.device | str | None) -> torch.device:
+    return next(model.parameters()).device if device is None else torch.device(device)
+
+
+def _kernels_in_use(
+    model: PreTrainedModel, layers: list[nn.Module], device: torch.device
+) -> tuple[dict[str, str], list[str]]:
+    """Names of the implementations on `device`, and what to install where one is a slow one."""
+    kernels, warnings = {}, []
+    for module in {
+        sys.modules[type(layer).__module__] for layer in layers if type(layer).__module__ in HANDLED
+    }:
+        for operation, attribute, package in (
+            ("gated_delta_rule", "torch_chunk_gated_delta_rule", "flash-linear-attention"),
+            ("causal_conv1d", "causal_conv1d_fn", "causal-conv1d"),
+        ):
+            kernel = getattr(module, attribute).kernel_for(device)
+            kernels[operation] = gdn_dispatch.describe(kernel)
+            if kernel is None and device.type != "cpu":
+                warnings.append(
+                    f"{operation} runs its slow reference on {device.type}: pip install {package}"
+                )
+    kernels["attention"] = str(getattr(model.config, "_attn_implementation", None))
+    if any(name.endswith("experts") for name, _ in model.named_modules()):
+        kernels["experts"] = str(getattr(model.config, "_experts_implementation", None))
+    return kernels, warnings
+
+
+def verify(
+    model: PreTrainedModel, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> PackingProof:
+    """Prove on a tiny copy of `model` that a packed row equals its documents alone. Call after `patch`.
+
+    The copy has the model's layer classes and head widths, one layer of each kind and slow decay; it lives on
+    `device` and in `dtype` (of the computation; by default the parameters' own). Checked: (a) each layer's
+    output and the logits of a packed row against each document alone; (b) that they stay when every other
+    document is replaced; (c) the gradient, which must equal the separate one and reach no other document;
+    (d) that one long document gives the same before and after packed rows.
+    An architecture that cannot be copied small is probed itself, forward only. The global RNG is left alone.
+    Errors: PackingLeak, one line that names the layer class at fault.
+    """
+    started = time.perf_counter()
+    device = _device(model, device)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        small = tiny_copy(model, device, dtype or next(model.parameters()).dtype)
+        probe = Probe(model if small is None else small)
+        was_training = probe.model.training
+        probe.model.eval()
+        try:
+            largest = max(probe.forward(), 0.0 if small is None else probe.gradients())
+        finally:
+            probe.model.train(was_training)
+    kernels, warnings = _kernels_in_use(model, stateful_layers(model), device)
+    return PackingProof(
+        max_difference=largest,
+        tolerance=probe.tolerance,
+        kernels=kernels,
+        layers=_count(mixers(model)),
+        seconds=time.perf_counter() - started,
+        warnings=warnings,
+    )

@@ -1,0 +1,128 @@
+"""From `model.path` to a causal language model in fp32 and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain.config import Architecture, Dtype, ModelConf
+from posttrain.errors import UserError
+from posttrain.models.tiny import EMBEDDED, tiny_config, tiny_tokenizer
+
+# The model types of transformers that each named architecture accepts: the text model alone, or within the
+# multimodal checkpoint (its text part is loaded).
+MODEL_TYPES = {
+    Architecture.qwen3_5_dense: {"qwen3_5", "qwen3_5_text"},
+    Architecture.qwen3_5_moe: {"qwen3_5_moe", "qwen3_5_moe_text"},
+    Architecture.qwen3_next: {"qwen3_next"},
+    Architecture.qwen3_dense: {"qwen3"},
+}
+
+
+def weights_path(cfg: ModelConf) -> str:
+    """What transformers loads from: the embedded model's directory where `model.path` is null."""
+    return cfg.path if cfg.path is not None else str(EMBEDDED / cfg.architecture.value)
+
+
+def compute_dtype(cfg: ModelConf) -> torch.dtype:
+    """The dtype that matrix multiplications run in; parameters stay fp32."""
+    if cfg.dtype is Dtype.auto:
+        return torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
+    return {Dtype.bf16: torch.bfloat16, Dtype.fp32: torch.float32}[cfg.dtype]
+
+
+def describe(cfg: ModelConf) -> str:
+    """The weights in words, for the banner and the summary."""
+    if cfg.path is None:
+        return f"embedded tiny {cfg.architecture}: model.path= takes real weights"
+    return cfg.path if cfg.revision is None else f"{cfg.path}@{cfg.revision}"
+
+
+def load(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load fp32 weights (safetensors only) and the tokenizer, on the CPU.
+
+    Raises:
+        UserError: the path is no model, is of another architecture, or the hub cannot be reached.
+    """
+    path = weights_path(cfg)
+    config = load_config(cfg)
+    stored_dtype = config.dtype
+    source = dict(revision=cfg.revision, trust_remote_code=cfg.trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **source)
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=cfg.attention,
+            use_safetensors=True,
+            **source,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"model.path={path}: {_first_line(error)}") from error
+    return _ready(model, tokenizer, cfg, stored_dtype)
+
+
+def initialise(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """As `load`, but with random weights from torch's generator: of the embedded shape, or of `model.path`'s."""
+    if cfg.path is None:
+        config, tokenizer = tiny_config(cfg.architecture.value), tiny_tokenizer()
+    else:
+        config = load_config(cfg)
+        tokenizer = AutoTokenizer.from_pretrained(
+            cfg.path, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
+        )
+    stored_dtype = config.dtype
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=cfg.attention, trust_remote_code=cfg.trust_remote_code
+    )
+    return _ready(model, tokenizer, cfg, stored_dtype)
+
+
+def load_config(cfg: ModelConf):
+    """The checkpoint's text config, checked against `model.architecture`. Raises UserError."""
+    path = weights_path(cfg)
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_local and not Path(path).is_dir():
+        raise UserError(
+            f"model.path={path} is neither a directory nor a hub name. Give a local directory, a hub name such as "
+            "Qwen/Qwen3.5-4B, or model.path=null for the embedded tiny model."
+        )
+    try:
+        config = AutoConfig.from_pretrained(
+            path, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
+        ).get_text_config(decoder=True)
+    except (OSError, ValueError, KeyError) as error:
+        hint = "" if Path(path).is_dir() else " Is the hub reachable, and the name right? A local directory also works."
+        raise UserError(f"model.path={path} could not be loaded: {_first_line(error)}.{hint}") from error
+    accepted = MODEL_TYPES.get(cfg.architecture)
+    if accepted and config.model_type not in accepted:
+        fitting = [name.value for name, types in MODEL_TYPES.items() if config.model_type in types] or ["auto"]
+        raise UserError(
+            f"model.path={path} holds a {config.model_type!r} model, and model={cfg.architecture} takes "
+            f"{' or '.join(sorted(accepted))}. Type model={fitting[0]} instead."
+        )
+    return config
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends a completion: the tokenizer's and all of the generation config's."""
+    ids = {tokenizer.eos_token_id}
+    listed = model.generation_config.eos_token_id
+    ids.update(listed if isinstance(listed, list) else [listed])
+    return frozenset(i for i in ids if i is not None)
+
+
+def _ready(model, tokenizer, cfg: ModelConf, stored_dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    model.config.dtype = stored_dtype  # what an export writes
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
