@@ -28,7 +28,14 @@ from posttrain import checkpoint, losses, optim, packing
 from posttrain.config import GRPOConf, MetricsName, PackingMode
 from posttrain.data.tasks import batch, make_task
 from posttrain.evaluation import evaluate
-from posttrain.fsdp import from_all_ranks, gathered, make_accelerator, reduce_over_ranks, sharding, synchronise_gradients
+from posttrain.fsdp import (
+    from_all_ranks,
+    gathered,
+    make_accelerator,
+    reduce_over_ranks,
+    sharding,
+    synchronise_gradients,
+)
 from posttrain.logprobs import token_logprobs
 from posttrain.metrics import completion_metrics, performance_metrics, reward_metrics, timed
 from posttrain.models import gdn_packing
@@ -124,7 +131,7 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
             }
             if meter:
                 lengths, predicted = [len(d) for d in documents], sum(len(r.completion_ids) for r in rollouts)
-                meter.record("rollout", lengths, predicted)
+                meter.record("rollout", [n - 1 for n in lengths], predicted)  # the last token is never fed back
                 for _ in range(cfg.loss.updates_per_rollout):
                     meter.record("update", lengths, predicted, training=True)
             if cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0:

@@ -554,20 +554,22 @@ def with_stale_boundaries(function):
     return leaking
 
 
+class Smear(torch.autograd.Function):
+    """The identity; in backward every token's gradient also reaches its left neighbour."""
+
+    @staticmethod
+    def forward(ctx, x, tokens_dim):
+        ctx.tokens_dim = tokens_dim
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + grad.roll(-1, dims=ctx.tokens_dim), None
+
+
 def with_leaking_gradient(function):
-    """Right forward; in backward every document's gradient also reaches its left neighbour."""
-
-    class Smear(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad + grad.roll(-1, dims=-1)
-
     def leaking(x, *args, **kwargs):
-        return function(Smear.apply(x), *args, **kwargs)
+        return function(Smear.apply(x, -1), *args, **kwargs)
 
     leaking.kernel_for = function.kernel_for
     return leaking
@@ -623,6 +625,16 @@ def test_probe_catches_attention_across_documents(models, monkeypatch, name):
     monkeypatch.setattr(gdn_probe, "boundaries", without_positions)
     with pytest.raises(PackingLeak, match="Attention leaks between documents"):
         verify(models[name])
+
+
+def test_probe_names_the_layer_whose_backward_leaks(models, module, monkeypatch):
+    """Not the stateful layer below it, which the wrong gradient flows into."""
+    rotate = module.apply_rotary_pos_emb
+    monkeypatch.setattr(
+        module, "apply_rotary_pos_emb", lambda q, k, *rest: rotate(q, Smear.apply(k, -2), *rest)
+    )
+    with pytest.raises(PackingLeak, match="Qwen3_5Attention leaks.*the gradient"):
+        verify(models["qwen3_5"])
 
 
 def test_probe_of_a_model_that_has_no_tiny_copy(models, monkeypatch):

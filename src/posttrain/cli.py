@@ -127,9 +127,7 @@ def _order(recipe: Path) -> dict[str, Any]:
             raise UserError(sweep)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if cfg.launch.nproc not in ("auto", local):
-            print(
-                f"launch.nproc={cfg.launch.nproc} is ignored: {local} ranks are here already", file=sys.stderr
-            )
+            print(f"launch.nproc={cfg.launch.nproc} is ignored: {local} started already", file=sys.stderr)
         _, values = _checked(recipe.stem, cfg, int(os.environ["WORLD_SIZE"]))
         run_dir, _ = _claim(cfg, values)  # its lock lasts as long as this process
         order.update(job=values, run_dir=str(run_dir))
@@ -154,9 +152,10 @@ def _checked(recipe: str, cfg: DictConfig, world: int) -> tuple[JobConf, dict[st
         raise UserError("\n".join(f"{key} needs a value: type {key}=..." for key in missing))
     values = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
     for group, key in (("model", "path"), ("task", "path"), ("task", "eval_path")):
-        values[group] |= {key: _absolute(values[group][key])} if key in values[group] else {}
-    if values.get("resume") != "auto":
-        values |= {"resume": _absolute(values["resume"])} if "resume" in values else {}
+        if key in values[group]:
+            values[group][key] = _absolute(values[group][key])
+    if values.get("resume", "auto") != "auto":
+        values["resume"] = _absolute(values["resume"])
     job = typed(recipe, values)
     wrong = problems(job, world)
     if wrong:
@@ -181,9 +180,7 @@ def _claim(cfg: DictConfig, values: dict[str, Any]) -> tuple[Path, int]:
     chosen = any(override.startswith(mine) for override in hydra_cfg.overrides.hydra)
     resume = values.get("resume") == "auto"
     if resume and not chosen:
-        raise UserError(
-            "resume=auto continues the run in a directory: type hydra.run.dir=<run directory> too"
-        )
+        raise UserError("resume=auto goes on with the run in a directory: type hydra.run.dir=<directory> too")
     made = wanted = Path(hydra_cfg.runtime.output_dir)
     if hydra_cfg.mode is RunMode.MULTIRUN and made.name == str(hydra_cfg.job.num):
         wanted = made.with_name(_file_name(hydra_cfg.job.override_dirname) or made.name)
@@ -194,10 +191,8 @@ def _claim(cfg: DictConfig, values: dict[str, Any]) -> tuple[Path, int]:
             lock = os.open(run_dir / "job.json", os.O_RDWR | os.O_CREAT | (0 if resume else os.O_EXCL), 0o666)
         except FileExistsError:
             if chosen:
-                advice = "choose another directory" + (
-                    ", or type resume=auto to go on with it" * ("resume" in values)
-                )
-                raise UserError(f"{run_dir} holds a run already: {advice}") from None
+                advice = ", or type resume=auto to go on with it" * ("resume" in values)
+                raise UserError(f"{run_dir} holds a run already: choose another{advice}") from None
         else:
             break  # else the name, a time, is taken by another run of the same second
     if wanted != made:
@@ -206,7 +201,10 @@ def _claim(cfg: DictConfig, values: dict[str, Any]) -> tuple[Path, int]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        os.close(lock)
         raise UserError(f"{run_dir}: another run is at work in it") from None
+    except OSError as error:
+        print(f"{run_dir}: no lock guards it against a second run: {error.strerror}", file=sys.stderr)
     for stale in (run_dir / "logs").glob("rank*.error.json"):
         stale.unlink()
     os.ftruncate(lock, 0)
@@ -217,6 +215,6 @@ def _claim(cfg: DictConfig, values: dict[str, Any]) -> tuple[Path, int]:
 
 def _file_name(name: str) -> str:
     """`name` without what hurts in a path, and bounded: a hash stands for what is cut off."""
-    safe = re.sub(r"[^\w.,+-]+", "-", name)
+    safe = re.sub(r"[^\w.,+-]+", "-", name, flags=re.ASCII)
     cut = f"{safe[:NAME_LENGTH]}-{hashlib.sha1(name.encode()).hexdigest()[:8]}"
     return safe if len(safe) <= NAME_LENGTH else cut

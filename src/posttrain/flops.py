@@ -91,13 +91,13 @@ def size(model: nn.Module) -> FlopsCounter:
         flows = gradient_flows or _layer(name) in trained_norms
         for unit, flops, weight in _matmuls(name, module, modules, config):
             if weight is None:  # both operands are activations
-                gradients = 2 * (flows or any(weight.requires_grad for weight in module.parameters()))
+                gradients = 2 * (flows or any(parameter.requires_grad for parameter in module.parameters()))
             else:
                 gradients = flows + weight.requires_grad
             unit = "logit" if module is head else unit
             forward[unit] += flops
             training[unit] += flops * (1 + gradients)
-        gradient_flows |= any(weight.requires_grad for weight in module.parameters(recurse=False))
+        gradient_flows |= any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     _refuse_unknown_layers(root, modules, config)
     return FlopsCounter(_pass_cost(forward), _pass_cost(training))
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from posttrain.config import Aggregation, AdvantageScale, LossConf
+from posttrain.config import AdvantageScale, Aggregation, LossConf
 
 
 def advantages(rewards_PG: torch.Tensor, scale: AdvantageScale, eps: float = 1e-4) -> torch.Tensor:
@@ -35,19 +35,17 @@ def advantages(rewards_PG: torch.Tensor, scale: AdvantageScale, eps: float = 1e-
 def token_weights(lengths_N: Sequence[int], aggregation: Aggregation, max_new_tokens: int) -> list[float]:
     """Each document's weight of its completion tokens, such that the step's loss is sum over tokens of weight * loss.
 
-    `lengths_N` are the completion lengths of the documents that count in the global batch, over all ranks and
-    micro-batches: the loss is then normalised exactly however they are split.
+    `lengths_N` are the completion lengths of the global batch, over all ranks and micro-batches: the loss is then
+    normalised exactly, however they are split. A document of length 0 does not count and weighs 0.
     """
-    n, tokens = len(lengths_N), sum(lengths_N)
-    match aggregation:
-        case Aggregation.token_mean:  # DAPO
-            return [1 / tokens for _ in lengths_N]
-        case Aggregation.seq_mean_token_mean:  # the GRPO paper
-            return [1 / (n * length) for length in lengths_N]
-        case Aggregation.seq_mean_token_sum:
-            return [1 / n for _ in lengths_N]
-        case Aggregation.seq_mean_token_sum_norm:  # Dr.GRPO
-            return [1 / (n * max_new_tokens) for _ in lengths_N]
+    tokens, documents = max(1, sum(lengths_N)), max(1, sum(length > 0 for length in lengths_N))
+    weight = {
+        Aggregation.token_mean: lambda length: 1 / tokens,  # DAPO
+        Aggregation.seq_mean_token_mean: lambda length: 1 / (documents * length),  # the GRPO paper
+        Aggregation.seq_mean_token_sum: lambda length: 1 / documents,
+        Aggregation.seq_mean_token_sum_norm: lambda length: 1 / (documents * max_new_tokens),  # Dr.GRPO
+    }[aggregation]
+    return [weight(length) if length else 0.0 for length in lengths_N]
 
 
 def clipped_surrogate(

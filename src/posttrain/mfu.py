@@ -148,7 +148,7 @@ def table_tflops(name: str) -> float:
 
 
 def measured_tflops(dtype: torch.dtype, budget_s: float = 0.3) -> tuple[float, str]:
-    """TFLOP/s of the best of a few square matmuls on this CPU, with the run's threads; no RNG is drawn from."""
+    """Best of a few square matmuls on this CPU with the run's threads; multiplies ones, so draws from no RNG."""
     best, spent, n = 0.0, 0.0, 256
     matrix = torch.ones(n, n, dtype=dtype)
     while spent < budget_s:

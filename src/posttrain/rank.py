@@ -171,11 +171,13 @@ def _watch_stop_signals(run_dir: Path, rank: int) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    ending = (signal.SIGINT, signal.SIGTERM)
+    for signum in ending:
         signal.signal(signum, lambda *_: None)
 
     def watch() -> None:
-        signum = os.read(reader, 1)[0]
+        while (signum := os.read(reader, 1)[0]) not in ending:
+            continue  # a data loader handles SIGCHLD
         if rank == 0:
             errors = rank_errors(run_dir)  # torchrun sends SIGTERM when a peer has failed
             if errors:

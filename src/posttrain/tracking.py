@@ -7,26 +7,25 @@ Imports neither torch nor wandb: the process that starts the ranks closes the su
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import queue
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import LoggerConf, LoggerName, WandbMode
+from posttrain.config import LoggerConf, LoggerName
 from posttrain.console import banner, closing
+from posttrain.wandb_log import WandbLog
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
-WANDB_INIT_S, WANDB_FINISH_S = 30, 30
 SHOWN = {  # metric: label and format on the console
     "reward": ("reward", ".3f"),
     "loss": ("loss", ".4f"),
     "perf/tokens_per_second": ("tokens/s", ",.0f"),
     "perf/step_time": ("s", ".2f"),
+    "eval/reward": ("held out: reward", ".3f"),
+    "eval/rewards/correct": ("correct", ".3f"),
 }
 
 
@@ -37,12 +36,10 @@ class Tracker:
     SystemExit) or "failed". Opened on a directory that holds records it goes on after them.
     """
 
-    def __init__(
-        self, run_dir: Path, cfg: LoggerConf, is_main: bool, config: dict[str, Any], total_steps: int
-    ) -> None:
+    def __init__(self, run_dir: Path, cfg: LoggerConf, is_main: bool, config: dict[str, Any], total_steps: int) -> None:
         self.run_dir, self.cfg, self.config = run_dir, cfg, config
         self.is_main, self.total_steps = is_main, total_steps
-        self._wandb: _Wandb | None = None
+        self._wandb: WandbLog | None = None
         self._bar = None
         self._open = False
 
@@ -55,7 +52,7 @@ class Tracker:
         before = read_summary(self.run_dir)
         _write(self.run_dir / SUMMARY, json.dumps({"status": "running", "logger": before.get("logger")}))
         if self.cfg.name == LoggerName.wandb:
-            self._wandb = _Wandb(self.run_dir, self.cfg, self.config, (before.get("logger") or {}).get("id"))
+            self._wandb = WandbLog(self.run_dir, self.cfg, self.config, (before.get("logger") or {}).get("id"))
             self._wandb.start()
         if sys.stdout.isatty():
             from tqdm import tqdm
@@ -111,13 +108,12 @@ class Tracker:
         self._print(closing(summary))
 
     def _show(self, step: int, numbers: dict[str, float]) -> None:
-        shown = {label: format(numbers[key], spec) for key, (label, spec) in SHOWN.items() if key in numbers}
-        if self._bar is None:
-            words = [f"step {step}/{self.total_steps}", *(f"{label} {text}" for label, text in shown.items())]
-            self._print("  ".join(words))
-        else:
-            self._bar.set_postfix(shown, refresh=False)
-            self._bar.update(step - self._bar.n)
+        shown = {label: f"{numbers[key]:{form}}" for key, (label, form) in SHOWN.items() if key in numbers}
+        if self._bar is None or "loss" not in numbers:
+            self._print("  ".join([f"step {step}/{self.total_steps}", *(f"{k} {text}" for k, text in shown.items())]))
+            return
+        self._bar.set_postfix({key: shown[key] for key in ("reward", "tokens/s") if key in shown}, refresh=False)
+        self._bar.update(step - self._bar.n)
 
     def _print(self, text: str) -> None:
         if self._bar is not None:
@@ -130,64 +126,6 @@ class Tracker:
             self._wandb.said = True
             self._print(f"wandb is off, metrics go on in {self.run_dir / METRICS}: {self._wandb.reason}")
             merge_summary(self.run_dir, logger=self._wandb.state())
-
-
-class _Wandb(threading.Thread):
-    """The only place that talks to wandb. `reason` is set when it failed; records are then dropped."""
-
-    def __init__(self, run_dir: Path, cfg: LoggerConf, config: dict[str, Any], run_id: str | None) -> None:
-        super().__init__(name="wandb", daemon=True)
-        self.online = cfg.mode == WandbMode.online and os.environ.get("WANDB_MODE", "online") == "online"
-        self.arguments = {
-            "project": cfg.project, "name": cfg.run_name or run_dir.name, "dir": str(run_dir),
-            "config": config, "id": run_id, "resume": "allow" if run_id and self.online else None,
-            "mode": None if cfg.mode == WandbMode.online else "offline",
-        }  # fmt: skip
-        self.records: queue.SimpleQueue[tuple[int, dict[str, float]] | int] = queue.SimpleQueue()
-        self.id, self.url, self.reason, self.said = run_id, None, None, False
-
-    def run(self) -> None:
-        try:
-            import wandb
-
-            quiet = dict(init_timeout=WANDB_INIT_S, finish_timeout=WANDB_FINISH_S, console="off", silent=True)
-            wandb.setup(wandb.Settings(**quiet))
-            if self.online and not wandb.login(prompt=False):
-                raise PermissionError("no API key; set WANDB_API_KEY, or logger.mode=offline")
-            session = wandb.init(**self.arguments, settings=wandb.Settings(**quiet))
-            self.id, self.url = session.id, session.url
-            while isinstance(item := self.records.get(), tuple):
-                step, numbers = item
-                session.log(numbers, step=step)
-            session.finish(exit_code=item)
-        except Exception as error:
-            self.reason = self.reason or f"{type(error).__name__}: {error}"
-            _teardown_wandb()
-
-    def close(self, exit_code: int) -> None:
-        """Wait for wandb to finish, within bounds."""
-        self.records.put(exit_code)
-        self.join(WANDB_INIT_S + WANDB_FINISH_S)
-        if self.is_alive():
-            self.reason = self.reason or f"did not finish within {WANDB_INIT_S + WANDB_FINISH_S} s"
-            _teardown_wandb()
-
-    def state(self) -> dict[str, Any]:
-        state = {"name": "wandb", "available": not self.reason, "reason": self.reason}
-        return state | {"id": self.id, "url": self.url}
-
-
-def _teardown_wandb() -> None:
-    """Take down a broken wandb now, within bounds; its exit hook would wait for it, or end in a traceback."""
-    import wandb
-
-    def teardown() -> None:
-        with contextlib.suppress(Exception):  # what broke it is told already
-            wandb.teardown(exit_code=1)
-
-    thread = threading.Thread(target=teardown, name="wandb teardown", daemon=True)
-    thread.start()
-    thread.join(5)
 
 
 def read_records(run_dir: Path) -> list[dict[str, float]]:

@@ -107,7 +107,7 @@ def bucket_plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[tu
     for size, members in sorted(by_size.items()):
         start = torch.tensor([[starts[d]] for d in members], device="cpu")
         length = torch.tensor([[lengths[d]] for d in members], device="cpu")
-        position = torch.arange(int(length.max()), device="cpu")
+        position = torch.arange(max(lengths[d] for d in members), device="cpu")
         index = torch.where(position < length, start + position, total)
         inverse[index.flatten()] = torch.arange(done, done + index.numel(), device="cpu")
         done += index.numel()

@@ -1,0 +1,74 @@
+"""Fixtures: the project's commands as a user types them, and small models with slow-decaying states."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Workers of a test machine are few and busy: two threads that wait for each other are slower than one.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@dataclass
+class Run:
+    directory: Path
+    returncode: int
+    output: str
+
+    @property
+    def summary(self) -> dict:
+        return json.loads((self.directory / "summary.json").read_text())
+
+    @property
+    def records(self) -> list[dict]:
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def training(self) -> list[dict]:
+        return [record for record in self.records if "loss" in record]
+
+
+SMALL = [
+    "steps=2",
+    "prompts_per_step=4",
+    "rollout.group_size=4",
+    "evaluation.prompts=8",
+    "checkpoint.every=0",
+    "checkpoint.export=false",
+]
+
+
+def command(recipe: str, *overrides: str, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess:
+    """Run a recipe as a user does; stdout and stderr together in `.stdout`."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *overrides],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.fixture(scope="session")
+def grpo(tmp_path_factory):
+    """Run recipes/grpo.py small, with overrides; the same overrides run once a session."""
+    done: dict[tuple[str, ...], Run] = {}
+
+    def run(*overrides: str) -> Run:
+        if overrides not in done:
+            directory = tmp_path_factory.mktemp("run") / "run"
+            process = command("grpo", *SMALL, f"hydra.run.dir={directory}", *overrides)
+            done[overrides] = Run(directory, process.returncode, process.stdout)
+        return done[overrides]
+
+    return run

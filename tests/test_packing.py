@@ -1,0 +1,148 @@
+"""Packing: every document once, equal micro-batch counts, and the same loss and gradient however it is split."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from posttrain import packing
+from posttrain.config import PackingConf, PackingMode
+from posttrain.logprobs import token_logprobs
+from posttrain.models import gdn_packing
+from posttrain.models.tiny import tiny_config
+from posttrain.rollout import Rollout
+
+CPU = torch.device("cpu")
+PAD = 257
+SHAPES = [(1, 1), (3, 1), (5, 12), (9, 3), (20, 44), (40, 25), (2, 50)]  # prompt and completion lengths
+
+
+def document(prompt: int, completion: int, weight: float = 1.0, number: int = 0) -> packing.Document:
+    ids = random.Random(f"{prompt} {completion} {number}")
+    return packing.Document(
+        rollout=Rollout(
+            prompt_ids=tuple(ids.randrange(256) for _ in range(prompt)),
+            completion_ids=tuple(ids.randrange(256) for _ in range(completion)),
+            logprobs=tuple(-ids.random() for _ in range(completion)),
+            finish_reason="stop",
+            group=number,
+            answer="",
+        ),
+        advantage=ids.uniform(-1, 1),
+        weight=weight,
+    )
+
+
+def conf(mode="thd", budget=128, multiple=1) -> PackingConf:
+    return PackingConf(mode=PackingMode(mode), tokens_per_row=budget, pad_multiple=multiple)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=40),
+    st.integers(1, 8),
+    st.sampled_from(["thd", "padded"]),
+    st.integers(1, 150),
+)
+def test_every_document_once_and_equal_counts(shapes, ranks, mode, budget):
+    documents = [document(*shape, weight=1 + n, number=n) for n, shape in enumerate(shapes)]
+    plan = packing.plan(documents, conf(mode, budget), ranks)
+    assert len(plan) == ranks and len({len(share) for share in plan}) == 1
+    placed = [d.rollout.group for share in plan for row in share for d in row if d.weight]
+    assert sorted(placed) == list(range(len(documents)))
+    for row in (row for share in plan for row in share if len(row) > 1):
+        cost = sum(map(len, row)) if mode == "thd" else len(row) * max(map(len, row))
+        assert cost <= budget
+    statistics = packing.statistics(plan, conf(mode, budget))
+    assert 0 < statistics["packing/fill"] <= 1 <= statistics["packing/rank_imbalance"]
+
+
+def test_a_batch_smaller_than_the_ranks_is_filled_up_with_weight_zero():
+    plan = packing.plan([document(5, 5, number=n) for n in range(3)], conf(budget=10), ranks=4)
+    assert [len(share) for share in plan] == [1, 1, 1, 1]
+    assert sorted(share[0][0].weight for share in plan) == [0.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("mode", ["thd", "padded"])
+@pytest.mark.parametrize("multiple", [1, 64])
+def test_targets_weights_and_positions_against_a_loop(mode, multiple):
+    row = [document(*shape, weight=n + 1.0, number=n) for n, shape in enumerate(SHAPES)]
+    built = packing.build(row, conf(mode, 10_000, multiple), PAD, CPU)
+    ids = built.inputs["input_ids"]
+    assert ids.shape[1] % multiple == 0
+    found = []
+    for b in range(built.targets_BK.shape[0]):
+        for k, position in enumerate(built.kept_K.tolist()):
+            if built.weights_BK[b, k] > 0:
+                assert ids[b, position + 1] == built.targets_BK[b, k]  # logits at a position predict the next token
+                columns = (built.targets_BK, built.weights_BK, built.advantages_BK, built.sampled_logprobs_BK)
+                found.append(tuple(round(column[b, k].item(), 5) for column in columns))
+    wanted = [
+        (token, d.weight, round(d.advantage, 5), round(logprob, 5))
+        for d in row
+        for token, logprob in zip(d.rollout.completion_ids, d.rollout.logprobs, strict=True)
+    ]
+    assert sorted(found) == sorted(wanted)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_dense"), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            torch.nn.init.constant_(parameter, -3.0)  # slow decay: a leak would last
+    gdn_packing.patch(model, CPU)
+    return model
+
+
+def loss_and_gradient(model, plan, cfg):
+    model.zero_grad()
+    loss = 0.0
+    for row in (row for share in plan for row in share):
+        built = packing.build(row, cfg, PAD, CPU)
+        logprobs_BK, _ = token_logprobs(model, built, temperature=0.7)
+        part = -(built.weights_BK * built.advantages_BK * logprobs_BK).sum()
+        part.backward()
+        loss += part.item()
+    return loss, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "cfg, ranks",
+    [
+        (conf(budget=10_000), 1),
+        (conf(budget=10_000, multiple=64), 1),
+        (conf(budget=70), 1),
+        (conf(budget=70), 3),
+        (conf(budget=70), 16),  # more ranks than rows
+        (conf("padded", budget=10_000), 1),
+        (conf("padded", budget=200, multiple=8), 3),
+    ],
+)
+def test_loss_and_gradient_do_not_depend_on_the_split(model, cfg, ranks):
+    """Against each document alone in a plain model call, with its own log_softmax."""
+    documents = [document(*shape, weight=1 / (n + 2), number=n) for n, shape in enumerate(SHAPES)]
+    model.zero_grad()
+    wanted = 0.0
+    for d in documents:
+        ids = torch.tensor([[*d.rollout.prompt_ids, *d.rollout.completion_ids]])
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1] / 0.7
+        tokens = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[len(d.rollout.prompt_ids) - 1 :]
+        loss = -d.weight * d.advantage * tokens.sum()
+        loss.backward()
+        wanted += loss.item()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).clone()
+    found, found_gradient = loss_and_gradient(model, packing.plan(documents, cfg, ranks), cfg)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert (found_gradient - gradient).norm() / gradient.norm() < 1e-5
+
+
+def test_entropy_against_torch(model):
+    built = packing.build([document(5, 9), document(4, 30)], conf(), PAD, CPU)
+    _, entropy_BK = token_logprobs(model, built, temperature=1.3)
+    logits = model(**built.inputs).logits[:, built.kept_K].float() / 1.3
+    assert torch.allclose(entropy_BK, torch.distributions.Categorical(logits=logits).entropy(), atol=1e-5)
