@@ -86,5 +86,6 @@ def test_clip_fraction_counts_only_where_the_clip_acts():
 
 
 def test_a_huge_ratio_stays_finite():
-    found, _, _ = losses.clipped_surrogate(torch.tensor([500.0]), torch.tensor([-500.0]), torch.tensor([-1.0]), LossConf())
+    new, old, advantage = torch.tensor([500.0]), torch.tensor([-500.0]), torch.tensor([-1.0])
+    found, _, _ = losses.clipped_surrogate(new, old, advantage, LossConf())
     assert found.isfinite().all()

@@ -70,12 +70,20 @@ def sharding(model: torch.nn.Module) -> str:
         return Strategy.no_shard.value
     if not isinstance(model, FSDPModule):
         return "single process"
-    groups = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = [group for group in groups if group is not None]
+    groups = [group for module in _fsdp_modules(model) if (group := _group(module)) is not None]
     if any(group.mesh_info.mesh.ndim == 2 for group in groups):
         return Strategy.hybrid_shard.value
     # Under full_shard accelerate keeps the embedding's and the head's parameters after forward all the same.
     return (Strategy.full_shard if any(g._reshard_after_forward for g in groups) else Strategy.shard_grad_op).value
+
+
+def _fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _group(module: FSDPModule):
+    """The parameters that FSDP gathers and frees together with `module`; None if it has none of its own."""
+    return module._get_fsdp_state()._fsdp_param_group
 
 
 @contextlib.contextmanager
@@ -88,9 +96,8 @@ def gathered(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
     if isinstance(model, DistributedDataParallel):
         yield model.module
         return
-    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    reshard = [m._get_fsdp_state()._fsdp_param_group for m in modules]
-    before = [group is not None and group._reshard_after_forward for group in reshard]
+    modules = _fsdp_modules(model)
+    before = [(group := _group(module)) is not None and group._reshard_after_forward for module in modules]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()

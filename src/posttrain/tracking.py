@@ -109,7 +109,7 @@ class Tracker:
 
     def _show(self, step: int, numbers: dict[str, float]) -> None:
         shown = {label: f"{numbers[key]:{form}}" for key, (label, form) in SHOWN.items() if key in numbers}
-        if self._bar is None or "loss" not in numbers:
+        if self._bar is None or "eval/reward" in numbers:
             self._print("  ".join([f"step {step}/{self.total_steps}", *(f"{k} {text}" for k, text in shown.items())]))
             return
         self._bar.set_postfix({key: shown[key] for key in ("reward", "tokens/s") if key in shown}, refresh=False)

@@ -16,6 +16,7 @@ from torch import Tensor
 from posttrain.models.gdn_kernels import (
     BOUNDARIES,
     causal_conv1d,
+    chunk_size,
     cumulative,
     document_index,
     documents,
@@ -88,8 +89,10 @@ def _delta_rule(upstream: Callable, raw: Callable, kernel_for: Callable) -> Call
         sent = kwargs.get("cu_seqlens")
         kwargs = {name: kwargs[name] for name in kwargs if name not in BOUNDARIES}
         fused = kernel_for(query.device) is not None
+        if lengths is None and fused:
+            return upstream(query, key, value, g=g, beta=beta, **kwargs)
         if lengths is None:
-            return (upstream if fused else raw)(query, key, value, g=g, beta=beta, **kwargs)
+            return raw(query, key, value, g=g, beta=beta, chunk_size=chunk_size(query.shape[1]), **kwargs)
         if not fused:
             return gated_delta_rule(raw, query, key, value, g, beta, lengths=lengths, **kwargs)
         refuse_state(lengths, **kwargs)

@@ -91,6 +91,11 @@ def documents(boundaries: dict, rows: int, tokens: int) -> tuple[int, ...] | Non
     return tuple(lengths)
 
 
+def chunk_size(tokens: int) -> int:
+    """The chunk for rows of so many tokens: the delta rule pads to whole chunks, and short rows need no 64."""
+    return min(1 << (tokens - 1).bit_length(), CHUNK)
+
+
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # a plan made during generation must stay usable in training
 def bucket_plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[tuple[int, Tensor]], Tensor]:
@@ -111,7 +116,7 @@ def bucket_plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[tu
         index = torch.where(position < length, start + position, total)
         inverse[index.flatten()] = torch.arange(done, done + index.numel(), device="cpu")
         done += index.numel()
-        buckets.append((min(size, CHUNK), index.to(device)))
+        buckets.append((chunk_size(size), index.to(device)))
     return buckets, inverse[:total].to(device)
 
 
