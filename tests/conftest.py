@@ -43,6 +43,10 @@ SMALL = [
     "evaluation.prompts=8",
     "checkpoint.every=0",
     "checkpoint.export=false",
+    "optim.lr=1e-3",
+    "optim.betas=[0.9,0.999]",
+    "optim.schedule=constant",
+    "optim.warmup_steps=0",
 ]
 
 

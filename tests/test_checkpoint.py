@@ -1,0 +1,88 @@
+"""A resumed run equals the uninterrupted one bitwise, on any start; what is no checkpoint is refused."""
+
+import json
+import shutil
+
+import pytest
+from conftest import SMALL, command
+
+from posttrain import checkpoint
+from posttrain.errors import UserError
+
+RUN = [*SMALL, "steps=4", "checkpoint.every=2", "optim.schedule=linear", "optim.warmup_steps=3"]
+
+
+def records(directory):
+    """Of training, without what a clock or the memory says."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))}
+        for line in lines
+        if "loss" in line
+    ]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def whole(request, tmp_path_factory):
+    """An uninterrupted run of four steps with checkpoints after two and four."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    process = command("grpo", *RUN, f"launch.nproc={request.param}", f"hydra.run.dir={directory}")
+    assert process.returncode == 0, process.stdout
+    return directory, f"launch.nproc={request.param}"
+
+
+def test_resume_from_a_path_into_a_new_directory(whole, tmp_path):
+    directory, nproc = whole
+    step = directory / "checkpoints" / "step_00000002"
+    process = command("grpo", *RUN, nproc, f"resume={step}", f"hydra.run.dir={tmp_path / 'run'}")
+    assert process.returncode == 0, process.stdout
+    assert records(tmp_path / "run") == records(directory)[2:]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["resumed_from"] == str(step)
+
+
+def test_resume_auto_continues_in_the_same_directory(whole, tmp_path):
+    """As after a kill in step 4: the newest checkpoint is of step 2, and step 3 is on record already."""
+    directory, nproc = whole
+    copy = tmp_path / "run"
+    shutil.copytree(directory, copy)
+    shutil.rmtree(copy / "checkpoints" / "step_00000004")
+    (copy / "checkpoints" / "step_00000004").mkdir()  # died while it renamed: incomplete, not taken
+    process = command("grpo", *RUN, nproc, "resume=auto", f"hydra.run.dir={copy}")
+    assert process.returncode == 0, process.stdout
+    assert records(copy) == records(directory)
+    assert [path.name for path in checkpoint.complete(copy)] == ["step_00000002", "step_00000004"]
+
+
+def test_the_export_loads_and_evaluates(tmp_path):
+    directory = tmp_path / "run"
+    process = command("grpo", *SMALL, "checkpoint.export=true", "evaluation.prompts=16", f"hydra.run.dir={directory}")
+    assert process.returncode == 0, process.stdout
+    trained = json.loads((directory / "summary.json").read_text())["evaluation"]
+    process = command(
+        "evaluate", f"model.path={directory}/model", "evaluation.prompts=16", f"hydra.run.dir={tmp_path / 'evaluation'}"
+    )
+    assert process.returncode == 0, process.stdout
+    found = json.loads((tmp_path / "evaluation" / "summary.json").read_text())["evaluation"]
+    assert found["eval/rewards/correct"] == pytest.approx(trained["eval/rewards/correct"], abs=0.07)  # bf16 file
+
+
+def checkpoints(run_dir, *steps):
+    for step in steps:
+        folder = run_dir / "checkpoints" / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / checkpoint.PROGRESS).write_text(json.dumps({"step": step}))
+
+
+def test_what_resume_means(tmp_path):
+    assert checkpoint.find(None, tmp_path) is None
+    assert checkpoint.find("auto", tmp_path) is None
+    checkpoints(tmp_path, 5, 100, 20)
+    (tmp_path / "checkpoints" / "partial_00000200").mkdir()
+    newest = tmp_path / "checkpoints" / "step_00000100"
+    assert checkpoint.find("auto", tmp_path) == newest
+    assert checkpoint.find(str(tmp_path), tmp_path / "other") == newest
+    older = tmp_path / "checkpoints" / "step_00000005"
+    assert checkpoint.find(str(older), tmp_path) == older
+    for wrong in ("nowhere", tmp_path / "checkpoints" / "partial_00000200"):
+        with pytest.raises(UserError, match="no checkpoint there. Give a run directory"):
+            checkpoint.find(str(wrong), tmp_path)

@@ -1,0 +1,163 @@
+"""What goes wrong, and what a user then sees: a line or two, the right exit status, a summary, no orphans."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, SMALL, command
+
+from posttrain.models.tiny import EMBEDDED, tiny_tokenizer
+
+
+def run(tmp_path, *overrides, **environment):
+    process = command("grpo", *SMALL, f"hydra.run.dir={tmp_path / 'run'}", *overrides, **environment)
+    summary = tmp_path / "run" / "summary.json"
+    return process, json.loads(summary.read_text()) if summary.exists() else None
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["model.path=/no/where"], "model.path=/no/where is neither a directory nor a hub name"),
+        (["model.path=nobody/nothing"], "model.path=nobody/nothing could not be loaded"),
+        ([f"model.path={EMBEDDED}/qwen3_dense"], "holds a 'qwen3' model.*Type model=qwen3_dense instead"),
+        (["resume=nowhere"], "resume=nowhere: no checkpoint there"),
+        (["task=jsonl", "task.path=nowhere.jsonl"], "task.path=nowhere.jsonl cannot be read"),
+    ],
+)
+def test_a_mistake_that_a_rank_finds(tmp_path, overrides, message):
+    import re
+
+    process, summary = run(tmp_path, *overrides, HF_HUB_OFFLINE="1")
+    assert process.returncode == 2, process.stdout
+    lines = process.stdout.strip().splitlines()
+    assert re.search(message, lines[-1]) and len(lines) <= 2 and "Traceback" not in process.stdout
+    assert summary["status"] == "failed" and re.search(message, summary["error"])
+
+
+def save_untrained(path, config, name):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(config).save_pretrained(path / name)
+    tiny_tokenizer().save_pretrained(path / name)
+    return str(path / name)
+
+
+SHAPE = dict(
+    vocab_size=264,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    intermediate_size=64,
+    pad_token_id=257,
+    eos_token_id=256,
+    bos_token_id=None,
+)
+
+
+def test_any_causal_language_model_by_path(tmp_path):
+    from transformers import LlamaConfig
+
+    path = save_untrained(tmp_path, LlamaConfig(**SHAPE), "llama")
+    process, summary = run(tmp_path, "model=auto", f"model.path={path}")
+    assert process.returncode == 0, process.stdout
+    assert summary["packing"]["verified"] and summary["packing"]["layers"] == {"LlamaAttention": 2}
+    assert summary["mfu"]["available"]
+
+
+def test_a_model_whose_state_would_leak_is_refused_for_thd_and_runs_padded_without_mfu(tmp_path):
+    """The same model shows what a failed sizing looks like: the run goes on, and the absence is in every place."""
+    from transformers import FalconH1Config
+
+    mamba = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, head_dim=16)
+    path = save_untrained(tmp_path, FalconH1Config(**SHAPE, **mamba), "falcon")
+    process, summary = run(tmp_path / "thd", "model=auto", f"model.path={path}")
+    assert process.returncode == 2 and "FalconH1Mixer" in process.stdout and "packing=padded" in process.stdout
+
+    process, summary = run(tmp_path / "padded", "model=auto", f"model.path={path}", "packing=padded")
+    assert process.returncode == 0, process.stdout
+    assert summary["status"] == "completed" and not summary["mfu"]["available"]
+    assert "FalconH1Mixer" in summary["mfu"]["reason"] and summary["mfu"]["reason"] in process.stdout
+    records = [json.loads(line) for line in (tmp_path / "padded/run/metrics.jsonl").read_text().splitlines()]
+    for record in (r for r in records if "loss" in r):
+        assert record["perf/mfu_unavailable"] == 1 and "perf/mfu" not in record
+
+
+def test_the_meter_changes_nothing(grpo):
+    """Unknown peak, no meter, a meter: bitwise the same training."""
+    runs = [grpo("metrics.peak_tflops=1e-3"), grpo("metrics=none"), grpo()]
+    kept = [
+        [{k: v for k, v in record.items() if not k.startswith(("time/", "perf/"))} for record in run.training]
+        for run in runs
+    ]
+    assert kept[0] == kept[1] == kept[2] and len(kept[0]) == 2
+    assert runs[0].summary["mfu"]["peak_source"] == "metrics.peak_tflops"
+
+
+def test_wandb_offline(tmp_path):
+    process, summary = run(tmp_path, "logger=wandb", "logger.mode=offline")
+    assert process.returncode == 0, process.stdout
+    assert summary["logger"]["available"], summary["logger"]
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_wandb_without_a_key_or_a_server_stops_nothing(tmp_path):
+    process, summary = run(
+        tmp_path, "logger=wandb", WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="", HOME=str(tmp_path)
+    )
+    assert process.returncode == 0, process.stdout
+    assert summary["status"] == "completed" and not summary["logger"]["available"]
+    assert "wandb is off" in process.stdout
+
+
+@pytest.mark.parametrize(
+    "phase, overrides",
+    [
+        ("rollout", ["rollout.temperature=20", "rollout.max_new_tokens=2000", "prompts_per_step=16"]),
+        ("backward", ["rollout.group_size=64", "prompts_per_step=64", "packing.tokens_per_row=100000"]),
+    ],
+)
+def test_ctrl_c(tmp_path, phase, overrides):
+    directory = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "recipes/grpo.py", *SMALL, "launch.nproc=2", f"hydra.run.dir={directory}", *overrides],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while "sharding" not in (directory / "summary.json").read_text() if (directory / "summary.json").exists() else True:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.1)
+    time.sleep(3.0)  # rollouts of the second take less, those of the first much longer
+    assert not (directory / "metrics.jsonl").read_text(), "the step must still be running"
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 130 and time.monotonic() - began < 8
+    assert output.strip().splitlines()[-1].startswith("interrupted") and "Traceback" not in output
+    assert json.loads((directory / "summary.json").read_text())["status"] == "interrupted"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk(tmp_path):
+    small = tmp_path / "disk"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)]).returncode:
+        pytest.skip("cannot mount")
+    try:
+        (small / "filler").write_bytes(b"x" * 60_000)
+        process, _ = run(small, "steps=50", "launch.threads=1")
+        assert process.returncode == 1 and "No space left" in process.stdout, process.stdout
+        assert "Traceback" not in process.stdout and len(process.stdout.strip().splitlines()) < 60
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)

@@ -1,0 +1,142 @@
+"""recipes/grpo.py as a user types it, against GRPO written out one document at a time on one process."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from posttrain.config import Architecture, ArithmeticConf, ModelConf, RolloutConf, TaskName
+from posttrain.data.tasks import batch, make_task
+from posttrain.models import gdn_packing
+from posttrain.models.loading import end_token_ids, load
+from posttrain.rollout.local import generate
+
+FAMILIES = ["qwen3_5_dense", "qwen3_5_moe", "qwen3_next", "qwen3_dense"]
+LR, PROMPTS, GROUP = 1e-3, 4, 4  # as in conftest.SMALL
+
+
+def reference(steps=2, prompts=PROMPTS, updates=1, family="qwen3_5_dense"):
+    """(reward, loss, gradient norm) of each step: no packing, no sharding, no micro-batches, sums by hand."""
+    model, tokenizer = load(ModelConf(architecture=Architecture(family)))
+    gdn_packing.patch(model)
+    task = make_task(ArithmeticConf(name=TaskName.arithmetic, largest=49), tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    end_ids, rows = end_token_ids(model, tokenizer), []
+    for step in range(steps):
+        cfg = RolloutConf(group_size=GROUP, max_new_tokens=8)
+        problems = list(enumerate(batch(task.train, prompts, step, seed=0)))
+        rollouts = generate(model, problems, cfg, key=(0, step), end_ids=end_ids, pad_id=tokenizer.pad_token_id)
+        rewards = []
+        for rollout in rollouts:
+            text, ended = tokenizer.decode(rollout.completion_ids, skip_special_tokens=True), rollout.finished
+            integer = text.strip().lstrip("-").isdigit()
+            rewards.append(0.9 * (ended and text.strip() == rollout.answer) + 0.1 * (ended and integer))
+        advantages = []
+        for first in range(0, len(rewards), GROUP):
+            group = rewards[first : first + GROUP]
+            advantages += [(r - statistics.mean(group)) / (statistics.stdev(group) + 1e-4) for r in group]
+        tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
+        old = None
+        for _ in range(updates):
+            logprobs, loss = [], 0.0
+            for rollout in rollouts:
+                ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
+                start = len(rollout.prompt_ids)
+                table = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+                logprobs.append([table[start + k - 1, token] for k, token in enumerate(rollout.completion_ids)])
+            old = old or [[value.item() for value in row] for row in logprobs]
+            for row, old_row, advantage in zip(logprobs, old, advantages, strict=True):
+                for new, was in zip(row, old_row, strict=True):
+                    ratio = (new - was).exp()
+                    loss -= torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage) / tokens
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        rows.append((statistics.mean(rewards), loss.item(), norm.item()))
+    return rows
+
+
+def assert_equals(run, rows, tolerance=1e-4):
+    assert run.returncode == 0, run.output
+    assert len(run.training) == len(rows)
+    for record, (reward, loss, norm) in zip(run.training, rows, strict=True):
+        assert record["reward"] == pytest.approx(reward, abs=1e-6)
+        assert record["loss"] == pytest.approx(loss, abs=tolerance)
+        assert record["grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("packing", ["thd", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_in_both_packings_against_the_reference(grpo, family, packing):
+    run = grpo(f"model={family}", f"packing={packing}", "packing.tokens_per_row=64")
+    assert_equals(run, reference(family=family), tolerance=1e-5)
+    assert run.training[0]["packing/micro_batches"] > 1
+    packing_facts = run.summary["packing"]
+    assert packing_facts["mode"] == packing and packing_facts["verified"] is (packing == "thd")
+    assert run.summary["sharding"] == "full_shard" and run.summary["world_size"] == 1
+    assert run.summary["mfu"]["available"], run.summary["mfu"]
+
+
+def test_two_updates_on_the_same_rollouts(grpo):
+    run = grpo("loss.updates_per_rollout=2", "packing.tokens_per_row=64")
+    assert_equals(run, reference(updates=2))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_two_ranks(grpo, strategy):
+    """Three prompts: not divisible by the ranks."""
+    run = grpo(f"fsdp={strategy}", "launch.nproc=2", "prompts_per_step=3", "packing.tokens_per_row=64")
+    assert_equals(run, reference(prompts=3))
+    assert run.summary["world_size"] == 2 and run.summary["sharding"] == strategy
+
+
+def test_the_options_that_must_not_change_the_mathematics(grpo):
+    run = grpo("model.gradient_checkpointing=true", "model.attention=eager", "packing.pad_multiple=32", "metrics=none")
+    assert_equals(run, reference())
+    assert run.summary["mfu"] == {"available": False, "reason": "metrics=none"}
+    assert not any(name.startswith("perf/mfu") for record in run.records for name in record)
+    assert run.training[0]["packing/fill"] < 1
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_bf16(grpo, strategy):
+    """fp32 master weights, bf16 compute: near the fp32 reference, and the weights do move at a small rate."""
+    run = grpo("model.dtype=bf16", f"fsdp={strategy}", "optim.lr=1e-6")
+    assert run.returncode == 0, run.output
+    (_, loss, norm), *_ = reference(steps=1)
+    first, second = run.training
+    assert abs(first["sampling/logp_difference/mean"]) < 0.05
+    assert second["loss"] != first["loss"] and math.isfinite(second["grad_norm"])
+
+
+def test_records_carry_the_names_of_the_field(grpo):
+    run = grpo("model=qwen3_5_dense", "packing=thd", "packing.tokens_per_row=64")
+    names = set(run.training[0])
+    assert names >= {
+        "step", "loss", "reward", "reward_std", "frac_reward_zero_std", "grad_norm", "learning_rate", "entropy",
+        "rewards/correct/mean", "rewards/correct/std", "rewards/format/mean", "completions/mean_length",
+        "completions/min_length", "completions/max_length", "completions/clipped_ratio", "num_tokens",
+        "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "sampling/logp_difference/mean",
+        "sampling/logp_difference/max", "sampling/kl", "perf/mfu", "perf/tflops_per_device",
+        "perf/tokens_per_second", "perf/step_time", "perf/max_memory_gb", "perf/warmup", "time/rollout",
+        "time/reward", "time/update", "packing/fill", "packing/rank_imbalance",
+    }  # fmt: skip
+    assert [record["step"] for record in run.training] == [1, 2]
+    first = run.training[0]
+    assert first["sampling/logp_difference/max"] < 1e-3 and first["clip_ratio/region_mean"] == 0
+    summary = run.summary
+    assert summary["status"] == "completed" and summary["error"] is None and summary["steps"] == 2
+    assert summary["parameters"] > 300_000 and summary["reward"]["first_tenth"] == first["reward"]
+    assert summary["tokens"] == sum(record["num_tokens"] for record in run.training)
+    assert summary["evaluation"]["eval/prompts"] == 8 and run.records[-1]["eval/reward"] >= 0
+    assert "${" in (run.directory / "config.yaml").read_text()
+    assert "verified" in run.output and "embedded tiny" in run.output
+
+
+def test_the_format_reward_can_be_switched_off(grpo):
+    run = grpo("task.reward_format=0", "task.reward_correct=1", "rollout.temperature=0.6", "rollout.top_p=0.9")
+    assert run.returncode == 0, run.output
+    for record in run.training:
+        assert record["reward"] == pytest.approx(record["rewards/correct/mean"], abs=1e-6)
