@@ -58,6 +58,7 @@ def test_the_export_loads_and_evaluates(tmp_path):
     process = command("grpo", *SMALL, "checkpoint.export=true", "evaluation.prompts=16", f"hydra.run.dir={directory}")
     assert process.returncode == 0, process.stdout
     trained = json.loads((directory / "summary.json").read_text())["evaluation"]
+    assert json.loads((directory / "model" / "config.json").read_text())["dtype"] == "bfloat16"  # as the weights came
     process = command(
         "evaluate", f"model.path={directory}/model", "evaluation.prompts=16", f"hydra.run.dir={tmp_path / 'evaluation'}"
     )

@@ -84,6 +84,8 @@ def export(
         bare: PreTrainedModel = accelerator.unwrap_model(model)
         dtype = bare.config.dtype or torch.float32
         bare.save_pretrained(path, state_dict={name: value.to(dtype) for name, value in state.items()})
+        bare.config.dtype = dtype  # transformers has put the master weights' fp32 there
+        bare.config.save_pretrained(path)
         tokenizer.save_pretrained(path)
     dist.barrier()
 

@@ -213,7 +213,7 @@ class SFTConf(JobConf):
     steps: int = 200
     batch_size: int = 64  # documents an optimizer step, over all ranks
     init: bool = False  # start from random weights instead of the checkpoint's
-    stop_at: float | None = None  # end early once the held-out pass rate at temperature 1 reaches this
+    stop_at: float | None = None  # end early once an evaluation's eval/rewards/correct reaches this
 
 
 @dataclass

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from posttrain.config import Architecture, Dtype, ModelConf
 from posttrain.errors import UserError
@@ -46,6 +47,7 @@ def load(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Raises:
         UserError: the path is no model, is of another architecture, or the hub cannot be reached.
     """
+    transformers_logging.disable_progress_bar()  # one a rank, for a load that takes a moment
     path = weights_path(cfg)
     config = load_config(cfg)
     stored_dtype = config.dtype
