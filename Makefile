@@ -6,7 +6,7 @@ RUN    := $(VENV)/bin/python
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(VENV)/installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "Python 3.11 to 3.13 is needed, this is %d.%d: make PYTHON=python3.12 ..." % v)'
@@ -16,11 +16,15 @@ $(VENV)/installed: requirements.txt pyproject.toml
 
 install: $(VENV)/installed ## make .venv and install requirements.txt
 
+install-gpu: install ## the same and requirements-gpu.txt
+	$(RUN) -m pip install --quiet setuptools wheel ninja packaging
+	$(RUN) -m pip install --no-build-isolation -r requirements-gpu.txt
+
 train: install ## train the embedded tiny model with GRPO on a packed task (minutes on a laptop); ARGS="steps=10 ..."
 	$(RUN) recipes/grpo.py model=qwen3_5_dense packing=thd $(ARGS)
 
 test: install ## the tests for everyone: no GPU, no network
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: install ## real weights and other environments
 	$(RUN) -m pytest -m slow $(ARGS)
@@ -50,4 +54,4 @@ bench: install ## time the start and the step
 clean: ## remove the environment and caches, not outputs/
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help install train test test-slow test-gpu lint tiny bench clean
+.PHONY: help install install-gpu train test test-slow test-gpu lint tiny bench clean

@@ -1,6 +1,6 @@
 """Seconds from the command to the first update, and of --help and --cfg job: medians over a few runs.
 
-    python benchmarks/startup.py [runs]
+python benchmarks/startup.py [runs]
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from posttrain import checkpoint, losses, optim, packing
 from posttrain.config import Aggregation, PackingMode, SFTConf
-from posttrain.data.tasks import Problem, batch, make_task
+from posttrain.data.tasks import batch, make_task
 from posttrain.evaluation import evaluate
 from posttrain.fsdp import make_accelerator, reduce_over_ranks, sharding, synchronise_gradients
 from posttrain.logprobs import token_logprobs
 from posttrain.metrics import performance_metrics, timed
 from posttrain.models import gdn_packing
 from posttrain.models.loading import compute_dtype, describe, end_token_ids, initialise, load
-from posttrain.rollout import Rollout
+from posttrain.records import Problem, Rollout
 from posttrain.tracking import Tracker
 
 

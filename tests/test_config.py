@@ -46,9 +46,7 @@ def compose(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_option_of_every_group(compose, recipe):
     """Column by column, to compose a few times only; experiments and sweeps have their own tests."""
-    defaults = [
-        entry for entry in OmegaConf.load(CONF / f"{recipe}.yaml").defaults if not isinstance(entry, str)
-    ]
+    defaults = [entry for entry in OmegaConf.load(CONF / f"{recipe}.yaml").defaults if not isinstance(entry, str)]
     groups = sorted({group for entry in defaults for group in entry} & set(GROUPS) - {"experiment", "sweep"})
     choices = [[f"{group}={file.stem}" for file in sorted((CONF / group).glob("*.yaml"))] for group in groups]
     for column in itertools.zip_longest(*choices):

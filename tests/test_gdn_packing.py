@@ -36,12 +36,8 @@ SHAPE = dict(
     initializer_range=0.1,
     pad_token_id=None,
 )
-DELTA_NET = dict(
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32
-)
-EXPERTS = dict(
-    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
-)
+DELTA_NET = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 CONFIGS = {
     "qwen3_5": Qwen3_5TextConfig(**SHAPE, **DELTA_NET, intermediate_size=64),
     "qwen3_5_moe": Qwen3_5MoeTextConfig(**SHAPE, **DELTA_NET, **EXPERTS),
@@ -251,9 +247,7 @@ def test_generation_in_inference_mode_then_training(models):
     with torch.inference_mode():
         packed(model, ids, lengths)
         model.generate(ids[None, :7], max_new_tokens=2, do_sample=False)
-    assert_same_gradients(
-        gradients(model, packed(model, ids, lengths)), gradients(model, alone(model, ids, lengths))
-    )
+    assert_same_gradients(gradients(model, packed(model, ids, lengths)), gradients(model, alone(model, ids, lengths)))
 
 
 # ---------------------------------------------------------------------------------------- reference kernels
@@ -451,10 +445,7 @@ def test_fused_kernels_receive_the_boundaries(models, module, monkeypatch, convo
         return torch.cat([naive_delta_rule(*document) for document in documents])[None], None
 
     def conv(x, weight, bias, lengths, activation):
-        parts = [
-            F.conv1d(F.pad(p, (3, 0)), weight[:, None], bias, groups=len(weight))
-            for p in x.split(lengths, -1)
-        ]
+        parts = [F.conv1d(F.pad(p, (3, 0)), weight[:, None], bias, groups=len(weight)) for p in x.split(lengths, -1)]
         return F.silu(torch.cat(parts, -1)) if activation == "silu" else torch.cat(parts, -1)
 
     def causal_conv1d_fn(
@@ -465,9 +456,7 @@ def test_fused_kernels_receive_the_boundaries(models, module, monkeypatch, convo
         if seq_idx is None:
             return conv(x, weight, bias, [x.shape[-1]], activation)
         assert x.stride(1) == 1 and seq_idx.dtype == torch.int32 and seq_idx.shape == (1, x.shape[-1])
-        return conv(
-            x, weight, bias, torch.unique_consecutive(seq_idx, return_counts=True)[1].tolist(), activation
-        )
+        return conv(x, weight, bias, torch.unique_consecutive(seq_idx, return_counts=True)[1].tolist(), activation)
 
     def fla_causal_conv1d(x, weight=None, bias=None, activation=None, cu_seqlens=None, cu_seqlens_cpu=None):
         calls.append("convolution")
@@ -630,9 +619,7 @@ def test_probe_catches_attention_across_documents(models, monkeypatch, name):
 def test_probe_names_the_layer_whose_backward_leaks(models, module, monkeypatch):
     """Not the stateful layer below it, which the wrong gradient flows into."""
     rotate = module.apply_rotary_pos_emb
-    monkeypatch.setattr(
-        module, "apply_rotary_pos_emb", lambda q, k, *rest: rotate(q, Smear.apply(k, -2), *rest)
-    )
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, *rest: rotate(q, Smear.apply(k, -2), *rest))
     with pytest.raises(PackingLeak, match="Qwen3_5Attention leaks.*the gradient"):
         verify(models["qwen3_5"])
 

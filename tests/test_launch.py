@@ -183,10 +183,7 @@ def srun(recipe: Path, *arguments: str, cwd: Path) -> list[tuple[int, str, str]]
         "SLURM_STEP_NODELIST": "127.0.0.1",
         "SLURM_JOB_ID": str(os.getpid()),
     }
-    tasks = [
-        start(sys.executable, recipe, *arguments, cwd=cwd, SLURM_PROCID=n, SLURM_LOCALID=n, **slurm)
-        for n in "01"
-    ]
+    tasks = [start(sys.executable, recipe, *arguments, cwd=cwd, SLURM_PROCID=n, SLURM_LOCALID=n, **slurm) for n in "01"]
     return [finish(task) for task in tasks]
 
 

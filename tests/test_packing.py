@@ -13,7 +13,7 @@ from posttrain.config import PackingConf, PackingMode
 from posttrain.logprobs import token_logprobs
 from posttrain.models import gdn_packing
 from posttrain.models.tiny import tiny_config
-from posttrain.rollout import Rollout
+from posttrain.records import Rollout
 
 CPU = torch.device("cpu")
 PAD = 257

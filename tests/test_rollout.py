@@ -6,10 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from posttrain.config import RolloutConf
-from posttrain.data.tasks import Problem
+from posttrain.config import Architecture, ArithmeticConf, ModelConf, RolloutConf, TaskName
+from posttrain.data.tasks import make_task
 from posttrain.models import gdn_packing
-from posttrain.models.tiny import tiny_config
+from posttrain.models.loading import end_token_ids, load
+from posttrain.models.tiny import EMBEDDED, tiny_config
+from posttrain.records import Problem
 from posttrain.rollout.local import generate, sample
 
 END, PAD = frozenset({256, 7}), 257
@@ -75,6 +77,29 @@ def test_samples_do_not_depend_on_how_prompts_are_spread(model):
     assert order == {(r.group, r.completion_ids) for r in apart} == {(r.group, r.completion_ids) for r in small}
     assert together == run(model, batch) and together != run(model, batch, key=(0, 1))
     assert model.training is False
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_embedded_models_are_warm_started(family):
+    """Right on a quarter to a half of the held-out sums, and small enough to ship."""
+    model, tokenizer = load(ModelConf(architecture=Architecture(family)))
+    gdn_packing.patch(model)
+    task = make_task(ArithmeticConf(name=TaskName.arithmetic, largest=49), tokenizer)
+    cfg = RolloutConf(group_size=2, max_new_tokens=8)
+    rollouts = generate(
+        model,
+        list(enumerate(task.heldout)),
+        cfg,
+        key=(5,),
+        end_ids=end_token_ids(model, tokenizer),
+        pad_id=tokenizer.pad_token_id,
+    )
+    right = sum(task.score(rollout, tokenizer)["correct"] for rollout in rollouts) / len(rollouts)
+    assert 0.25 <= right <= 0.5
+    assert 300_000 <= model.num_parameters() <= 1_000_000 and model.dtype is torch.float32
+    assert (EMBEDDED / family / "model.safetensors").stat().st_size < 2e6
+    layers = getattr(model.config, "layer_types", [])
+    assert family == "qwen3_dense" or layers == ["linear_attention"] * 3 + ["full_attention"]
 
 
 def test_no_prompts_no_rollouts(model):

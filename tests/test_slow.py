@@ -58,7 +58,8 @@ def test_triton_and_flash_linear_attention_importable_without_a_gpu(environment,
     """There transformers binds Triton kernels at import, and its first forward dies; ours follows the tensors."""
     run(environment, "-m", "pip", "install", "triton", "flash-linear-attention==0.6.0")
     stock = (
-        "import torch; from transformers import AutoModelForCausalLM as M; from posttrain.models.tiny import tiny_config;"
+        "import torch; from transformers import AutoModelForCausalLM as M;"
+        "from posttrain.models.tiny import tiny_config;"
         "M.from_config(tiny_config('qwen3_5_dense'))(torch.ones(1, 9, dtype=torch.long))"
     )
     died = subprocess.run([environment, "-c", stock], capture_output=True, text=True, timeout=600)
@@ -67,3 +68,17 @@ def test_triton_and_flash_linear_attention_importable_without_a_gpu(environment,
     output = run(environment, ROOT / "recipes" / "grpo.py", *SMALL, f"hydra.run.dir={directory}", cwd=ROOT)
     assert "gated_delta_rule: reference (torch)" in output
     assert json.loads((directory / "summary.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_default_run_solves_the_embedded_task(tmp_path, seed):
+    process = command("grpo", f"seed={seed}", f"hydra.run.dir={tmp_path / 'run'}", timeout=1500)
+    reward = json.loads((tmp_path / "run" / "summary.json").read_text())["reward"]
+    assert process.returncode == 0 and reward["first_tenth"] <= 0.55 and reward["last_tenth"] >= 0.9
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next", "qwen3_dense"])
+def test_the_default_run_of_the_other_families_learns(tmp_path, family):
+    process = command("grpo", f"model={family}", f"hydra.run.dir={tmp_path / 'run'}", timeout=1500)
+    reward = json.loads((tmp_path / "run" / "summary.json").read_text())["reward"]
+    assert process.returncode == 0 and reward["last_tenth"] >= reward["first_tenth"] + 0.2

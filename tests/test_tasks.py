@@ -10,7 +10,7 @@ from posttrain.data import rewards
 from posttrain.data.tasks import batch, make_task
 from posttrain.errors import UserError
 from posttrain.models.tiny import tiny_tokenizer
-from posttrain.rollout import Rollout
+from posttrain.records import Rollout
 
 TOKENIZER = tiny_tokenizer()
 ROWS = [{"question": f"What is {n}+{n}?", "answer": f"{n}+{n} is {2 * n}.\n#### {2 * n}"} for n in range(10)]

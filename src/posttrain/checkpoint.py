@@ -75,9 +75,7 @@ def load(accelerator: Accelerator, checkpoint: Path) -> int:
     return json.loads((checkpoint / PROGRESS).read_text())["step"]
 
 
-def export(
-    accelerator: Accelerator, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path
-) -> None:
+def export(accelerator: Accelerator, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """Write a Hugging Face checkpoint (safetensors, in the dtype that the weights came in) for inference."""
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:

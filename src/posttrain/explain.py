@@ -24,9 +24,7 @@ def help_text(recipe: str, conf: Path) -> str:
     Hydra's own --help takes a second and a half: it copies its whole store four times a group.
     """
     lines = (conf / f"{recipe}.yaml").read_text().splitlines()
-    head = [
-        line.removeprefix("#")[1:] for line in itertools.takewhile(lambda line: line.startswith("#"), lines)
-    ]
+    head = [line.removeprefix("#")[1:] for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
     defaults = [entry for entry in yaml.safe_load("\n".join(lines))["defaults"] if isinstance(entry, dict)]
     groups = {}
     for entry in defaults:
@@ -52,9 +50,7 @@ def help_text(recipe: str, conf: Path) -> str:
 
 def complain(error: Exception, recipe: str, debug: bool) -> int:
     """Say on stderr in a line or two what is wrong; the exit status. A traceback if debug or for a bug."""
-    mistake = isinstance(
-        error, UserError | HydraException | OmegaConfBaseException | ValueError | yaml.YAMLError
-    )
+    mistake = isinstance(error, UserError | HydraException | OmegaConfBaseException | ValueError | yaml.YAMLError)
     if debug or not (mistake or isinstance(error, OSError)):
         traceback.print_exception(error)
     elif mistake:

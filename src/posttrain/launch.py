@@ -163,9 +163,7 @@ def _why(run_dir: Path, codes: list[int | None], debug: bool) -> tuple[int, str]
     peer's error led to.
     """
     errors = rank_errors(run_dir)
-    lost = [
-        rank for rank, code in enumerate(codes) if code and rank not in {error["rank"] for error in errors}
-    ]
+    lost = [rank for rank, code in enumerate(codes) if code and rank not in {error["rank"] for error in errors}]
     lost.sort(key=lambda rank: codes[rank] == -signal.SIGABRT)
     if errors and (not lost or codes[lost[0]] == -signal.SIGABRT):
         return errors[0]["status"], errors[0]["traceback" if debug else "message"].rstrip()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from posttrain.rollout import Rollout
+from posttrain.records import Rollout
 
 
 @contextmanager

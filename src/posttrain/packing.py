@@ -16,7 +16,7 @@ import torch
 
 from posttrain.config import PackingConf, PackingMode
 from posttrain.models.gdn_packing import boundaries
-from posttrain.rollout import Rollout
+from posttrain.records import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

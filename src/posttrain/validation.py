@@ -95,8 +95,7 @@ def _common(cfg: JobConf) -> list[tuple[bool, str]]:
         _least("evaluation.every", evaluation.every, 0),
         _least("evaluation.temperature", evaluation.temperature, 0),
         (
-            min(task.reward_correct, task.reward_format) >= 0
-            and task.reward_correct + task.reward_format > 0,
+            min(task.reward_correct, task.reward_format) >= 0 and task.reward_correct + task.reward_format > 0,
             f"task.reward_correct={task.reward_correct} task.reward_format={task.reward_format}: "
             "weights must be 0 or more, and not both 0",
         ),
@@ -130,8 +129,7 @@ def _grpo(cfg: GRPOConf) -> list[tuple[bool, str]]:
     return [
         (
             cfg.rollout.group_size >= 2,
-            f"rollout.group_size={cfg.rollout.group_size}: GRPO compares completions of one prompt, "
-            "it needs 2 or more",
+            f"rollout.group_size={cfg.rollout.group_size}: GRPO compares completions of one prompt, it needs 2 or more",
         ),
         _least("prompts_per_step", cfg.prompts_per_step, 1),
         (0 < loss.clip_low < 1, f"loss.clip_low={loss.clip_low}: must be above 0 and below 1"),

@@ -15,16 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.config import AnswerReward, ArithmeticConf, FileConf, TaskConf
 from posttrain.data import rewards
 from posttrain.errors import UserError
-from posttrain.rollout import Rollout
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One prompt, tokenized with its generation header, and its answer."""
-
-    index: int  # position in its split, so that a log can name it
-    prompt_ids: tuple[int, ...]
-    answer: str
+from posttrain.records import Problem, Rollout
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,9 +69,7 @@ def documents(boundaries: dict, rows: int, tokens: int) -> tuple[int, ...] | Non
     seq_idx = boundaries.get("seq_idx")
     if lengths is not None:
         if offsets is not None and len(offsets) != len(lengths) + 1:
-            raise ValueError(
-                f"{len(lengths)} document_lengths, but {len(offsets) - 1} documents in cu_seqlens"
-            )
+            raise ValueError(f"{len(lengths)} document_lengths, but {len(offsets) - 1} documents in cu_seqlens")
     elif offsets is not None:
         first, *rest = offsets.tolist()
         if first != 0:

@@ -59,9 +59,7 @@ class PackingProof:
     warnings: list[str] = field(default_factory=list)
 
 
-def patch(
-    model: PreTrainedModel, device: torch.device | str | None = None, packed: bool = True
-) -> KernelReport:
+def patch(model: PreTrainedModel, device: torch.device | str | None = None, packed: bool = True) -> KernelReport:
     """Make the stateful layers of `model` honour `boundaries`, and choose kernels by device. Idempotent.
 
     Replaces module-level functions, so it holds for every model of the same classes in the process; a model
@@ -115,9 +113,7 @@ def _kernels_in_use(
 ) -> tuple[dict[str, str], list[str]]:
     """Names of the implementations on `device`, and what to install where one is a slow one."""
     kernels, warnings = {}, []
-    for module in {
-        sys.modules[type(layer).__module__] for layer in layers if type(layer).__module__ in HANDLED
-    }:
+    for module in {sys.modules[type(layer).__module__] for layer in layers if type(layer).__module__ in HANDLED}:
         for operation, attribute, package in (
             ("gated_delta_rule", "torch_chunk_gated_delta_rule", "flash-linear-attention"),
             ("causal_conv1d", "causal_conv1d_fn", "causal-conv1d"),
@@ -125,9 +121,7 @@ def _kernels_in_use(
             kernel = getattr(module, attribute).kernel_for(device)
             kernels[operation] = gdn_dispatch.describe(kernel)
             if kernel is None and device.type != "cpu":
-                warnings.append(
-                    f"{operation} runs its slow reference on {device.type}: pip install {package}"
-                )
+                warnings.append(f"{operation} runs its slow reference on {device.type}: pip install {package}")
     kernels["attention"] = str(getattr(model.config, "_attn_implementation", None))
     if any(name.endswith("experts") for name, _ in model.named_modules()):
         kernels["experts"] = str(getattr(model.config, "_experts_implementation", None))

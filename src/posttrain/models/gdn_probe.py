@@ -37,9 +37,7 @@ def stateful_layers(model: nn.Module) -> list[nn.Module]:
     def is_stateful(module: nn.Module) -> bool:
         decays = any(name in ("A_log", "dt_bias") for name, _ in module.named_parameters(recurse=False))
         convolutions = (child for child in module.children() if isinstance(child, nn.Conv1d))
-        return decays or any(
-            1 < convolution.groups == convolution.in_channels for convolution in convolutions
-        )
+        return decays or any(1 < convolution.groups == convolution.in_channels for convolution in convolutions)
 
     return [module for module in model.modules() if is_stateful(module)]
 
@@ -72,9 +70,7 @@ def _shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
     heads = config.num_attention_heads
     grouped = (getattr(config, "num_key_value_heads", None) or heads) < heads
     layer_types = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
-    key_heads, value_heads = (
-        getattr(config, f"linear_num_{kind}_heads", None) or 2 for kind in ("key", "value")
-    )
+    key_heads, value_heads = (getattr(config, f"linear_num_{kind}_heads", None) or 2 for kind in ("key", "value"))
     small = {
         "vocab_size": 64,
         "hidden_size": 64 if getattr(config, "head_dim", None) else 2 * config.hidden_size // heads,
@@ -116,9 +112,7 @@ class Probe:
         whole = (len(self.ids_T),)
         before = self._run(self.ids_T, whole)
         alone = [self._run(ids_T, (len(ids_T),)) for ids_T in self.ids_T.split(DOCUMENTS)]
-        separate = [
-            (same[0][0], torch.cat([output for _, output in same])) for same in zip(*alone, strict=True)
-        ]
+        separate = [(same[0][0], torch.cat([output for _, output in same])) for same in zip(*alone, strict=True)]
         packed = self._run(self.ids_T, DOCUMENTS)
         largest = [self._compare(separate, packed, "a packed document differs from the same one alone")]
         for other_T in (self.odd_T, ~self.odd_T):
@@ -132,12 +126,8 @@ class Probe:
     def gradients(self) -> float:
         """Check (c) of `verify`; returns the largest difference."""
         whole = type(self.model).__name__
-        owner = {
-            p: type(layer).__name__ for layer in reversed(mixers(self.model)) for p in layer.parameters()
-        }
-        owner |= {
-            p: whole for p in self.model.parameters() if p not in owner
-        }  # mixers first, the last one first
+        owner = {p: type(layer).__name__ for layer in reversed(mixers(self.model)) for p in layer.parameters()}
+        owner |= {p: whole for p in self.model.parameters() if p not in owner}  # mixers first, the last one first
         target_TV = torch.randn(len(self.ids_T), self.vocabulary, device=self.device)
         embedded: list[Tensor] = []  # [1, T, D] of each run
 
@@ -151,9 +141,7 @@ class Probe:
             halves = [gradients(loss_T[mask_T].sum(), keep=True) for mask_T in (self.odd_T, ~self.odd_T)]
             alone = [
                 gradients((self._run(ids_T, (len(ids_T),))[-1][1].float() * own_target_TV).sum())
-                for ids_T, own_target_TV in zip(
-                    self.ids_T.split(DOCUMENTS), target_TV.split(DOCUMENTS), strict=True
-                )
+                for ids_T, own_target_TV in zip(self.ids_T.split(DOCUMENTS), target_TV.split(DOCUMENTS), strict=True)
             ]
         separate, packed = (
             [(name, sum(parts)) for name, *parts in zip(owner.values(), *(g[1:] for g in runs), strict=True)]
@@ -187,9 +175,7 @@ class Probe:
             logits = self.model(input_ids=ids_T[None], **boundaries(lengths, self.device)).logits
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             reason = str(error).strip().partition("\n")[0].rstrip(".")
-            raise PackingLeak(
-                f"packing=thd: {running[-1]} cannot run a packed row: {reason}. {WAY_OUT}"
-            ) from error
+            raise PackingLeak(f"packing=thd: {running[-1]} cannot run a packed row: {reason}. {WAY_OUT}") from error
         finally:
             for hook in hooks:
                 hook.remove()

@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from posttrain.config import RolloutConf
-from posttrain.data.tasks import Problem
-from posttrain.rollout import Rollout
+from posttrain.records import Problem, Rollout
 
 
 @torch.no_grad()
