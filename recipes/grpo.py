@@ -108,13 +108,16 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
                 cfg.rollout.max_new_tokens,
             )
 
-            # Packed update: the loss is the sum over all tokens of all ranks of weight * token loss.
+            # Packed update: the loss is the sum over all tokens of all ranks of weight * token loss. Documents whose
+            # advantage is 0 add nothing to it but count in the weights: they are not computed.
             with timed(seconds, "update"):
                 documents = [
-                    packing.Document(rollout=r, advantage=a if w else 0.0, weight=w)
+                    packing.Document(rollout=r, advantage=a, weight=w)
                     for r, a, w in zip(rollouts, advantages, weights, strict=True)
+                    if w and a
                 ]
-                plan = packing.plan(documents, cfg.packing, world)
+                spare = packing.Document(rollout=min(rollouts, key=len), advantage=0.0, weight=0.0)
+                plan = packing.plan(documents, spare, cfg.packing, world)
                 micro_batches = [packing.build(row, cfg.packing, pad_id, device) for row in plan[rank]]
                 optim.set_learning_rate(optimizer, lr := optim.learning_rate(cfg.optim, step, cfg.steps))
                 old_logprobs = None  # of the policy that sampled: those of the first update, before it
@@ -127,13 +130,14 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
                 **sums,
                 **packing.statistics(plan, cfg.packing),
                 "learning_rate": lr,
-                "num_tokens": sum(map(len, documents)),
+                "num_tokens": sum(map(len, rollouts)),
             }
             if meter:
-                lengths, predicted = [len(d) for d in documents], sum(len(r.completion_ids) for r in rollouts)
-                meter.record("rollout", [n - 1 for n in lengths], predicted)  # the last token is never fed back
+                fed, sampled = [len(r) - 1 for r in rollouts], [len(r.completion_ids) for r in rollouts]
+                meter.record("rollout", fed, sum(sampled))  # the last token is never fed back
+                trained = [len(d) for d in documents], sum(len(d.rollout.completion_ids) for d in documents)
                 for _ in range(cfg.loss.updates_per_rollout):
-                    meter.record("update", lengths, predicted, training=True)
+                    meter.record("update", *trained, training=True)
             if cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0:
                 with timed(seconds, "checkpoint"):
                     checkpoint.save(accelerator, run_dir, step + 1, cfg.checkpoint.keep)
@@ -190,8 +194,9 @@ def update(accelerator, model, optimizer, micro_batches, old_logprobs, cfg: GRPO
     optimizer.zero_grad()
 
     sums = reduce_over_ranks(total, dist.ReduceOp.SUM)
-    loss, tokens = sums.pop("loss"), max(1.0, sums.pop("tokens"))
-    metrics = {"loss": loss, "grad_norm": float(grad_norm)} | {name: value / tokens for name, value in sums.items()}
-    metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
-    metrics |= reduce_over_ranks({"sampling/logp_difference/max": largest_gap}, dist.ReduceOp.MAX)
+    metrics = {"loss": sums.pop("loss"), "grad_norm": float(grad_norm)}
+    if tokens := sums.pop("tokens"):  # means over the tokens that were trained on
+        metrics |= {name: value / tokens for name, value in sums.items()}
+        metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
+        metrics |= reduce_over_ranks({"sampling/logp_difference/max": largest_gap}, dist.ReduceOp.MAX)
     return metrics, before_update if old_logprobs is None else old_logprobs

@@ -77,7 +77,8 @@ def train(cfg: SFTConf, run_dir: Path) -> None:
                     packing.Document(rollout=rollout, advantage=1.0, weight=weight)
                     for rollout, weight in zip(rollouts, weights, strict=True)
                 ]
-                plan = packing.plan(documents, cfg.packing, world)
+                spare = packing.Document(rollout=min(rollouts, key=len), advantage=0.0, weight=0.0)
+                plan = packing.plan(documents, spare, cfg.packing, world)
                 optim.set_learning_rate(optimizer, lr := optim.learning_rate(cfg.optim, step, cfg.steps))
                 total = torch.zeros((), device=device)
                 for n, row in enumerate(plan[rank]):

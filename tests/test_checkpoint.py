@@ -53,10 +53,14 @@ def test_resume_auto_continues_in_the_same_directory(whole, tmp_path):
     assert [path.name for path in checkpoint.complete(copy)] == ["step_00000002", "step_00000004"]
 
 
-def test_the_export_loads_and_evaluates(tmp_path):
+def test_only_the_newest_are_kept_and_the_export_loads_and_evaluates(tmp_path):
     directory = tmp_path / "run"
-    process = command("grpo", *SMALL, "checkpoint.export=true", "evaluation.prompts=16", f"hydra.run.dir={directory}")
+    options = ["checkpoint.every=1", "checkpoint.keep=1", "checkpoint.export=true", "evaluation.every=1"]
+    process = command("grpo", *SMALL, *options, "evaluation.prompts=16", f"hydra.run.dir={directory}")
     assert process.returncode == 0, process.stdout
+    assert [path.name for path in checkpoint.complete(directory)] == ["step_00000002"]
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], "eval/reward" in line) for line in lines] == [(1, False), (1, True), (2, False), (2, True)]
     trained = json.loads((directory / "summary.json").read_text())["evaluation"]
     assert json.loads((directory / "model" / "config.json").read_text())["dtype"] == "bfloat16"  # as the weights came
     process = command(
@@ -65,6 +69,17 @@ def test_the_export_loads_and_evaluates(tmp_path):
     assert process.returncode == 0, process.stdout
     found = json.loads((tmp_path / "evaluation" / "summary.json").read_text())["evaluation"]
     assert found["eval/rewards/correct"] == pytest.approx(trained["eval/rewards/correct"], abs=0.07)  # bf16 file
+
+
+def test_supervised_steps_lower_the_loss_and_stop_early(tmp_path):
+    directory = tmp_path / "run"
+    options = ["steps=6", "batch_size=32", "evaluation.prompts=8", "evaluation.every=3", "stop_at=0", "launch.nproc=2"]
+    process = command("sft", *options, "optim.lr=1e-3", f"hydra.run.dir={directory}")
+    assert process.returncode == 0, process.stdout
+    summary = json.loads((directory / "summary.json").read_text())
+    losses = [record["loss"] for record in records(directory)]
+    assert len(losses) == 3 and losses[-1] < losses[0] and summary["steps"] == 3 and summary["packing"]["verified"]
+    assert (directory / "model" / "model.safetensors").exists()
 
 
 def checkpoints(run_dir, *steps):

@@ -36,6 +36,9 @@ def document(prompt: int, completion: int, weight: float = 1.0, number: int = 0)
     )
 
 
+SPARE = document(1, 1, weight=0.0)
+
+
 def conf(mode="thd", budget=128, multiple=1) -> PackingConf:
     return PackingConf(mode=PackingMode(mode), tokens_per_row=budget, pad_multiple=multiple)
 
@@ -49,7 +52,7 @@ def conf(mode="thd", budget=128, multiple=1) -> PackingConf:
 )
 def test_every_document_once_and_equal_counts(shapes, ranks, mode, budget):
     documents = [document(*shape, weight=1 + n, number=n) for n, shape in enumerate(shapes)]
-    plan = packing.plan(documents, conf(mode, budget), ranks)
+    plan = packing.plan(documents, SPARE, conf(mode, budget), ranks)
     assert len(plan) == ranks and len({len(share) for share in plan}) == 1
     placed = [d.rollout.group for share in plan for row in share for d in row if d.weight]
     assert sorted(placed) == list(range(len(documents)))
@@ -61,9 +64,13 @@ def test_every_document_once_and_equal_counts(shapes, ranks, mode, budget):
 
 
 def test_a_batch_smaller_than_the_ranks_is_filled_up_with_weight_zero():
-    plan = packing.plan([document(5, 5, number=n) for n in range(3)], conf(budget=10), ranks=4)
+    plan = packing.plan([document(5, 5, number=n) for n in range(3)], SPARE, conf(budget=10), ranks=4)
     assert [len(share) for share in plan] == [1, 1, 1, 1]
     assert sorted(share[0][0].weight for share in plan) == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_nothing_to_train_on_is_one_spare_micro_batch_each():
+    assert packing.plan([], SPARE, conf(), ranks=3) == [[[SPARE]]] * 3
 
 
 @pytest.mark.parametrize("mode", ["thd", "padded"])
@@ -136,7 +143,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split(model, cfg, ranks):
         loss.backward()
         wanted += loss.item()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).clone()
-    found, found_gradient = loss_and_gradient(model, packing.plan(documents, cfg, ranks), cfg)
+    found, found_gradient = loss_and_gradient(model, packing.plan(documents, SPARE, cfg, ranks), cfg)
     assert found == pytest.approx(wanted, rel=1e-5)
     assert (found_gradient - gradient).norm() / gradient.norm() < 1e-5
 

@@ -136,7 +136,9 @@ def test_records_carry_the_names_of_the_field(grpo):
 
 
 def test_the_format_reward_can_be_switched_off(grpo):
-    run = grpo("task.reward_format=0", "task.reward_correct=1", "rollout.temperature=0.6", "rollout.top_p=0.9")
+    sampling = ["rollout.temperature=0.6", "rollout.top_p=0.9", "rollout.batch_size=5"]
+    run = grpo("task.reward_format=0", "task.reward_correct=1", "packing.verify=false", *sampling)
     assert run.returncode == 0, run.output
+    assert run.summary["packing"]["verified"] is False and "NOT verified" in run.output
     for record in run.training:
         assert record["reward"] == pytest.approx(record["rewards/correct/mean"], abs=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -38,6 +39,8 @@ def make_accelerator(cfg: FSDPConf, model: PreTrainedModel, dtype: torch.dtype) 
     if cfg.strategy is Strategy.hybrid_shard:
         shard = hybrid_shard_size(cfg, world)
         mesh = ParallelismConfig(dp_replicate_size=world // shard, dp_shard_size=shard)
+        # accelerate 1.15 slices its mesh in a way that torch 2.13 is about to drop; not the user's business.
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim", category=UserWarning)
     accelerator = Accelerator(
         cpu=device == "cpu",
         parallelism_config=mesh,

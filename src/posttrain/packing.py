@@ -28,7 +28,7 @@ class Document:
     weight: float  # of each completion token in the loss; 0 leaves the document out
 
     def __len__(self) -> int:
-        return len(self.rollout.prompt_ids) + len(self.rollout.completion_ids)
+        return len(self.rollout)
 
 
 Plan = list[list[list[Document]]]  # [rank][micro-batch][document]
@@ -49,17 +49,15 @@ class PackedRow:
         return {**self.inputs, "logits_to_keep": self.kept_K}
 
 
-def plan(documents: Sequence[Document], cfg: PackingConf, ranks: int) -> Plan:
-    """Split documents into micro-batches of at most `cfg.tokens_per_row` tokens, equally many on each rank.
+def plan(documents: Sequence[Document], spare: Document, cfg: PackingConf, ranks: int) -> Plan:
+    """Split documents into micro-batches of at most `cfg.tokens_per_row` tokens, equally many (not 0) on each rank.
 
-    A longer document gets a micro-batch of its own. Ranks with fewer micro-batches are filled up with the
-    shortest document at weight 0, so that every rank takes part in every collective.
+    A longer document gets a micro-batch of its own. Ranks with fewer micro-batches are filled up with `spare`, a
+    short document of weight 0, so that every rank takes part in every collective.
     """
     shares = _rows_per_rank(_fill(documents, cfg), ranks, cfg)
-    shortest = min(documents, key=len)
-    filler = [Document(rollout=shortest.rollout, advantage=0.0, weight=0.0)]
-    count = max(map(len, shares))
-    return [share + [filler] * (count - len(share)) for share in shares]
+    count = max(1, *map(len, shares))
+    return [share + [[spare]] * (count - len(share)) for share in shares]
 
 
 def build(row: list[Document], cfg: PackingConf, pad_id: int, device: torch.device) -> PackedRow:

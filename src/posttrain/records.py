@@ -30,6 +30,10 @@ class Rollout:
     group: int  # the prompt's place in the step's global batch; its samples share it
     answer: str
 
+    def __len__(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.prompt_ids) + len(self.completion_ids)
+
     @property
     def finished(self) -> bool:
         return self.finish_reason == "stop"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from huggingface_hub.utils import logging as huggingface_logging
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -54,16 +55,20 @@ def load(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     source = dict(revision=cfg.revision, trust_remote_code=cfg.trust_remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **source)
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=torch.float32,
             attn_implementation=cfg.attention,
             use_safetensors=True,
+            output_loading_info=True,
             **source,
         )
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"model.path={path}: {_first_line(error)}") from error
+    lacking = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
+    if lacking:  # transformers would train them from random values after a warning
+        raise UserError(f"model.path={path} lacks {len(lacking)} weights of the model, such as {lacking[0]}")
     return _ready(model, tokenizer, cfg, stored_dtype)
 
 
@@ -85,6 +90,7 @@ def initialise(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 
 def load_config(cfg: ModelConf):
     """The checkpoint's text config, checked against `model.architecture`. Raises UserError."""
+    huggingface_logging.set_verbosity_error()  # else ten lines about its retries before the one that matters
     path = weights_path(cfg)
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and not Path(path).is_dir():
@@ -97,8 +103,12 @@ def load_config(cfg: ModelConf):
             path, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
         ).get_text_config(decoder=True)
     except (OSError, ValueError, KeyError) as error:
-        hint = "" if Path(path).is_dir() else " Is the hub reachable, and the name right? A local directory also works."
-        raise UserError(f"model.path={path} could not be loaded: {_first_line(error)}.{hint}") from error
+        hint = "Is the hub reachable, and the name right? A local directory also works."
+        if "custom code" in str(error):
+            hint = "Type model.trust_remote_code=true to run it."
+        elif Path(path).is_dir():
+            hint = "It needs config.json, *.safetensors and the tokenizer's files."
+        raise UserError(f"model.path={path} could not be loaded: {_first_line(error)}. {hint}") from error
     accepted = MODEL_TYPES.get(cfg.architecture)
     if accepted and config.model_type not in accepted:
         fitting = [name.value for name, types in MODEL_TYPES.items() if config.model_type in types] or ["auto"]
