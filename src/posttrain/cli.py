@@ -42,6 +42,8 @@ def main(recipe_file: str) -> NoReturn:
     Called by a recipe before its heavy imports; the ranks import the recipe and call its train(cfg, run_dir).
     """
     recipe = Path(recipe_file).resolve()
+    # Hydra's parser takes `-m fsdp=...` but not `steps=3 -m fsdp=...`.
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
     if rank.started_elsewhere():
         rank.join(recipe, lambda: _order(recipe))
     sys.exit(_read_command_line(recipe, lambda cfg: _launch(recipe, cfg)))
