@@ -66,7 +66,9 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
 
         meter = make_meter(cfg.metrics, model, device, dtype, world)
     resumed = checkpoint.find(cfg.resume, run_dir)
-    start = checkpoint.load(accelerator, resumed) if resumed else 0
+    start = checkpoint.load(accelerator, model, resumed) if resumed else 0
+    if checkpoint.nothing_left(cfg.resume, start, cfg.steps):
+        return
     if rank == 0:
         truncate_after(run_dir, start)
 
@@ -91,7 +93,7 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
                 prompts = list(enumerate(batch(task.train, cfg.prompts_per_step, step, cfg.seed)))
                 with gathered(model) as bare:
                     mine = generate(
-                        bare, prompts[rank::world], cfg.rollout, key=(cfg.seed, step), end_ids=end_ids, pad_id=pad_id
+                        bare, prompts[rank::world], cfg.rollout, key=(0, cfg.seed, step), end_ids=end_ids, pad_id=pad_id
                     )
                 dist.barrier()  # the phase ends when the slowest rank ends it
             with timed(seconds, "reward"):
@@ -122,25 +124,24 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
                 optim.set_learning_rate(optimizer, lr := optim.learning_rate(cfg.optim, step, cfg.steps))
                 old_logprobs = None  # of the policy that sampled: those of the first update, before it
                 for _ in range(cfg.loss.updates_per_rollout):
-                    sums, old_logprobs = update(accelerator, model, optimizer, micro_batches, old_logprobs, cfg)
+                    trained, old_logprobs = update(accelerator, model, optimizer, micro_batches, old_logprobs, cfg)
 
             metrics = {
                 **reward_metrics(rewards_PG, scores),
                 **completion_metrics(rollouts),
-                **sums,
+                **trained,
                 **packing.statistics(plan, cfg.packing),
                 "learning_rate": lr,
                 "num_tokens": sum(map(len, rollouts)),
             }
             if meter:
-                fed, sampled = [len(r) - 1 for r in rollouts], [len(r.completion_ids) for r in rollouts]
-                meter.record("rollout", fed, sum(sampled))  # the last token is never fed back
-                trained = [len(d) for d in documents], sum(len(d.rollout.completion_ids) for d in documents)
+                groups = [
+                    rollouts[n : n + cfg.rollout.group_size] for n in range(0, len(rollouts), cfg.rollout.group_size)
+                ]
+                meter.record_rollout([(len(g[0].prompt_ids), [len(r.completion_ids) for r in g]) for g in groups])
+                predicted = sum(len(d.rollout.completion_ids) for d in documents)
                 for _ in range(cfg.loss.updates_per_rollout):
-                    meter.record("update", *trained, training=True)
-            if cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0:
-                with timed(seconds, "checkpoint"):
-                    checkpoint.save(accelerator, run_dir, step + 1, cfg.checkpoint.keep)
+                    meter.record("update", [len(d) for d in documents], predicted, training=True)
             seconds["step"] = time.perf_counter() - began
             metrics |= performance_metrics(seconds, metrics["num_tokens"], device)
             metrics |= meter.metrics(seconds, first_step=step == start) if meter else {}
@@ -148,6 +149,10 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
 
             if cfg.evaluation.every and (step + 1) % cfg.evaluation.every == 0 and step + 1 < cfg.steps:
                 tracker.log(step + 1, evaluate(model, task, tokenizer, cfg, end_ids))
+            if cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0:  # after the records that it stands for
+                with timed(saving := {}, "checkpoint"):
+                    checkpoint.save(accelerator, model, run_dir, step + 1, cfg.checkpoint.keep)
+                tracker.log(step + 1, {"time/checkpoint": saving["checkpoint"]})
 
         held_out = evaluate(model, task, tokenizer, cfg, end_ids)
         tracker.log(cfg.steps, held_out)
@@ -165,7 +170,7 @@ def update(accelerator, model, optimizer, micro_batches, old_logprobs, cfg: GRPO
     `old_logprobs` is None, else `old_logprobs`.
     """
     total: dict[str, torch.Tensor] = {}
-    largest_gap = torch.zeros((), device=accelerator.device)
+    gaps = torch.zeros(2, device=accelerator.device)  # the largest log-ratio of trainer to sampler, and minus the least
     before_update = []
     for n, row in enumerate(micro_batches):
         with synchronise_gradients(model, accelerator, last=n + 1 == len(micro_batches)):
@@ -178,7 +183,7 @@ def update(accelerator, model, optimizer, micro_batches, old_logprobs, cfg: GRPO
 
         counts_BK = row.weights_BK > 0
         gap_BK = (logprobs_BK.detach() - row.sampled_logprobs_BK).where(counts_BK, 0.0)
-        largest_gap = torch.maximum(largest_gap, gap_BK.abs().max())
+        gaps = torch.maximum(gaps, torch.stack([gap_BK.max(), -gap_BK.min()]))
         for name, value in {
             "loss": loss,
             "tokens": counts_BK.sum(),
@@ -186,6 +191,7 @@ def update(accelerator, model, optimizer, micro_batches, old_logprobs, cfg: GRPO
             "clip_ratio/low_mean": (low_BK & counts_BK).sum(),
             "clip_ratio/high_mean": (high_BK & counts_BK).sum(),
             "sampling/logp_difference/mean": gap_BK.abs().sum(),
+            "sampling/importance_sampling_ratio/mean": (gap_BK.exp() * counts_BK).sum(),
             "sampling/kl": (torch.expm1(gap_BK) - gap_BK).sum(),  # k3 estimate of KL(sampler || trainer)
         }.items():
             total[name] = total.get(name, 0.0) + value.detach().double()
@@ -194,9 +200,15 @@ def update(accelerator, model, optimizer, micro_batches, old_logprobs, cfg: GRPO
     optimizer.zero_grad()
 
     sums = reduce_over_ranks(total, dist.ReduceOp.SUM)
-    metrics = {"loss": sums.pop("loss"), "grad_norm": float(grad_norm)}
-    if tokens := sums.pop("tokens"):  # means over the tokens that were trained on
+    extremes = reduce_over_ranks({"high": gaps[0], "low": gaps[1]}, dist.ReduceOp.MAX)
+    loss, tokens = sums.pop("loss"), sums.pop("tokens")
+    metrics = {"loss": loss, "policy_loss": loss, "grad_norm": float(grad_norm)}
+    if tokens:  # means over the tokens that were trained on; without any there is no mean
         metrics |= {name: value / tokens for name, value in sums.items()}
         metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
-        metrics |= reduce_over_ranks({"sampling/logp_difference/max": largest_gap}, dist.ReduceOp.MAX)
+        metrics["sampling/logp_difference/max"] = max(extremes.values())
+        metrics["sampling/importance_sampling_ratio/max"] = math.exp(extremes["high"])
+        metrics["sampling/importance_sampling_ratio/min"] = math.exp(-extremes["low"])
+    if cfg.rollout.top_p < 1:  # the sampler's distribution is then another one on purpose
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("sampling/")}
     return metrics, before_update if old_logprobs is None else old_logprobs

@@ -102,13 +102,12 @@ def train(cfg: SFTConf, run_dir: Path) -> None:
                 "num_tokens": tokens,
             }
             tracker.log(step + 1, metrics)
-            if cfg.evaluation.every and (step + 1) % cfg.evaluation.every == 0:
+            last = step + 1 == cfg.steps
+            if last or (cfg.evaluation.every and (step + 1) % cfg.evaluation.every == 0):
                 held_out = evaluate(model, task, tokenizer, cfg, end_ids)
                 tracker.log(step + 1, held_out)
+                tracker.summary(evaluation=held_out)
                 if cfg.stop_at is not None and held_out.get("eval/rewards/correct", 0.0) >= cfg.stop_at:
                     break
 
-        held_out = evaluate(model, task, tokenizer, cfg, end_ids)
-        tracker.log(step + 1, held_out)
-        tracker.summary(evaluation=held_out)
         checkpoint.export(accelerator, model, tokenizer, run_dir / "model")

@@ -53,6 +53,32 @@ def test_resume_auto_continues_in_the_same_directory(whole, tmp_path):
     assert [path.name for path in checkpoint.complete(copy)] == ["step_00000002", "step_00000004"]
 
 
+def test_other_ranks_go_on_and_other_formats_are_refused(whole, tmp_path):
+    directory, nproc = whole
+    other = "launch.nproc=1" if nproc == "launch.nproc=2" else "launch.nproc=2"
+    process = command(
+        "grpo", *RUN, other, "seed=0", f"resume={directory}", "steps=5", f"hydra.run.dir={tmp_path / 'run'}"
+    )
+    assert process.returncode == 0 and "resumed with steps=5 instead of 4" in process.stdout, process.stdout
+    (record,) = records(tmp_path / "run")
+    assert record["step"] == 5
+    if other == "launch.nproc=1":
+        return
+    for wrong, advice in (("fsdp=no_shard", "fsdp=full_shard"), ("model=qwen3_dense", "its model")):
+        process = command("grpo", *RUN, wrong, f"resume={directory}", "steps=5", f"hydra.run.dir={tmp_path / wrong}")
+        assert process.returncode == 2 and f"Resume with {advice}." in process.stdout, process.stdout
+
+
+def test_nothing_left_to_do(whole, tmp_path):
+    directory, nproc = whole
+    before = (directory / "summary.json").read_text(), (directory / "metrics.jsonl").read_text()
+    process = command("grpo", *RUN, nproc, "resume=auto", f"hydra.run.dir={directory}")
+    assert process.returncode == 0 and "nothing left to do" in process.stdout, process.stdout
+    assert before == ((directory / "summary.json").read_text(), (directory / "metrics.jsonl").read_text())
+    process = command("grpo", *RUN, nproc, f"resume={directory}", "steps=3", f"hydra.run.dir={tmp_path / 'run'}")
+    assert process.returncode == 2 and "raise steps" in process.stdout, process.stdout
+
+
 def test_only_the_newest_are_kept_and_the_export_loads_and_evaluates(tmp_path):
     directory = tmp_path / "run"
     options = ["checkpoint.every=1", "checkpoint.keep=1", "checkpoint.export=true", "evaluation.every=1"]
@@ -60,7 +86,9 @@ def test_only_the_newest_are_kept_and_the_export_loads_and_evaluates(tmp_path):
     assert process.returncode == 0, process.stdout
     assert [path.name for path in checkpoint.complete(directory)] == ["step_00000002"]
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], "eval/reward" in line) for line in lines] == [(1, False), (1, True), (2, False), (2, True)]
+    kinds = [(line["step"], next(k for k in ("loss", "eval/reward", "time/checkpoint") if k in line)) for line in lines]
+    each = ("loss", "eval/reward", "time/checkpoint")
+    assert kinds == [(1, kind) for kind in each] + [(2, "loss"), (2, "time/checkpoint"), (2, "eval/reward")]
     trained = json.loads((directory / "summary.json").read_text())["evaluation"]
     assert json.loads((directory / "model" / "config.json").read_text())["dtype"] == "bfloat16"  # as the weights came
     process = command(

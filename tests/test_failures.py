@@ -122,7 +122,7 @@ def test_a_model_whose_state_would_leak_is_refused_for_thd_and_runs_padded_witho
 
 
 def test_the_meter_changes_nothing(grpo):
-    """Unknown peak, no meter, a meter: bitwise the same training."""
+    """A given peak, no meter, a measured peak: bitwise the same training."""
     runs = [grpo("metrics.peak_tflops=1e-3"), grpo("metrics=none"), grpo()]
     kept = [
         [{k: v for k, v in record.items() if not k.startswith(("time/", "perf/"))} for record in run.training]

@@ -190,7 +190,29 @@ def test_causal_pairs(window):
 
 def test_rollout_feeds_all_but_the_last_token():
     counter = size(build("qwen3", device="meta"))
-    assert counter.rollout([10, 3], [4, 1]) == counter.forward([13, 3], 5)
+    alone = counter.rollout([(10, [4]), (3, [1])])
+    assert alone == pytest.approx(counter.forward([13, 3], 5))
+    shared = counter.rollout([(10, [4, 4])])  # the prompt and its last position's logits are computed once
+    assert shared == pytest.approx(2 * counter.rollout([(10, [4])]) - counter.forward([10], 1))
+
+
+def test_rollout_against_the_counter_around_the_sampler():
+    from posttrain.config import RolloutConf
+    from posttrain.models.tiny import tiny_config
+    from posttrain.records import Problem
+    from posttrain.rollout.local import generate
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3_dense"), attn_implementation="eager").eval()
+    problems = [(n, Problem(n, tuple(range(1, 31)), "")) for n in range(3)]
+    cfg = RolloutConf(group_size=4, max_new_tokens=5)
+    with FlopCounterMode(display=False) as seen:
+        rollouts = generate(model, problems, cfg, key=(0,), end_ids=[], pad_id=0)
+    assert [len(rollout.completion_ids) for rollout in rollouts] == [5] * 12
+    per_pair = 4 * 4 * 32 * 4  # 2 for each of query-key and weight-value, 4 heads of 32, 4 layers
+    above_the_diagonal = 3 * per_pair * (30 * 30 - 30 * 31 // 2)  # the counter takes the prefill for dense
+    wanted = size(model).rollout([(30, [5] * 4)] * 3) + above_the_diagonal
+    assert seen.get_total_flops() == pytest.approx(wanted, rel=1e-9)
 
 
 def published_formula(config, lengths, logits):

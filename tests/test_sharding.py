@@ -23,6 +23,7 @@ def sweep(tmp_path_factory):
         "launch.nproc=4",
         "steps=3",
         "prompts_per_step=3",
+        "packing.tokens_per_row=24",
         f"hydra.sweep.dir={directory}",
         timeout=280,
     )
@@ -42,8 +43,11 @@ def test_their_losses_agree_with_one_process(sweep):
     rows = reference(steps=3, prompts=3)
     for path in sweep.values():
         records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        losses = [record["loss"] for record in records if "loss" in record]
-        assert losses == pytest.approx([loss for _, loss, _ in rows], abs=1e-4), path
+        records = [record for record in records if "loss" in record]
+        assert [record["loss"] for record in records] == pytest.approx([loss for _, loss, _ in rows], abs=1e-4), path
+        norms = [record["grad_norm"] for record in records]
+        assert norms == pytest.approx([norm for _, _, norm in rows], rel=1e-3), path
+        assert records[0]["packing/micro_batches"] > 1
 
 
 CHECK = """

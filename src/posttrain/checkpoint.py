@@ -23,7 +23,7 @@ from posttrain.errors import UserError
 PROGRESS = "progress.json"  # written last: a directory without it is no checkpoint
 
 
-def save(accelerator: Accelerator, run_dir: Path, step: int, keep: int) -> None:
+def save(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path, step: int, keep: int) -> None:
     """Write `checkpoints/step_<step>`, then drop all but the newest `keep` (0: none dropped). All ranks call it."""
     folder = run_dir / "checkpoints"
     final = folder / f"step_{step:08d}"
@@ -36,7 +36,7 @@ def save(accelerator: Accelerator, run_dir: Path, step: int, keep: int) -> None:
         accelerator.save_state(str(partial))
     dist.barrier()
     if accelerator.is_main_process:
-        (partial / PROGRESS).write_text(json.dumps({"step": step, "world_size": accelerator.num_processes}))
+        (partial / PROGRESS).write_text(json.dumps({"step": step, **_kind(accelerator, model)}))
         partial.rename(final)
         for old in complete(run_dir)[:-keep] if keep else []:
             shutil.rmtree(old)
@@ -68,11 +68,41 @@ def find(resume: str | None, run_dir: Path) -> Path | None:
     )
 
 
-def load(accelerator: Accelerator, checkpoint: Path) -> int:
-    """Restore what `save` wrote, on any number of ranks and under any sharding; the step it was written after."""
+def load(accelerator: Accelerator, model: torch.nn.Module, checkpoint: Path) -> int:
+    """Restore what `save` wrote, on any number of ranks; the step it was written after.
+
+    Raises UserError for another model's checkpoint, and between FSDP and DDP, whose files differ.
+    """
+    progress = json.loads((checkpoint / PROGRESS).read_text())
+    for key, here in _kind(accelerator, model).items():
+        if progress[key] != here:
+            advice = (
+                "fsdp=no_shard" if progress[key] == "ddp" else "fsdp=full_shard" if key == "format" else "its model"
+            )
+            raise UserError(f"resume: {checkpoint} has {key} {progress[key]}, this run {here}. Resume with {advice}.")
     with _one_cpu_thread():
         accelerator.load_state(str(checkpoint))
-    return json.loads((checkpoint / PROGRESS).read_text())["step"]
+    return progress["step"]
+
+
+def nothing_left(resume: str | None, start: int, steps: int) -> bool:
+    """Is a run that resumes at `start` complete? Raises UserError where that cannot be what the user wants."""
+    if start < steps or resume is None:
+        return False
+    if resume != "auto":
+        raise UserError(f"resume={resume} is a checkpoint of step {start}, and steps={steps}: raise steps")
+    print(f"nothing left to do: step {start} of steps={steps} is done")
+    return True
+
+
+def _kind(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, str | int]:
+    """What a checkpoint and the run that loads it must have in common."""
+    bare = accelerator.unwrap_model(model)
+    return {
+        "format": "fsdp" if accelerator.is_fsdp2 else "ddp",
+        "model": bare.config.model_type,
+        "parameters": sum(parameter.numel() for parameter in bare.parameters()),
+    }
 
 
 def export(accelerator: Accelerator, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:

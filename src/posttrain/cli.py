@@ -24,10 +24,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from posttrain import launch, rank
-from posttrain.config import RECIPES, TASKS, ArithmeticConf, FileConf, JobConf
+from posttrain.config import RECIPES, TASKS, JobConf
 from posttrain.errors import UserError
 from posttrain.explain import complain, help_text
-from posttrain.validation import problems, typed
+from posttrain.validation import changes, problems, typed
 
 NAME_LENGTH = 120  # of a sweep job's directory; file systems allow 255
 
@@ -95,8 +95,8 @@ def _declare(recipe: str) -> None:
     """Tell Hydra the schemas that the lists in conf/ name, and the resolver that values there use."""
     store = ConfigStore.instance()
     store.store(f"{recipe}_schema", RECIPES[recipe])
-    store.store("arithmetic_task", ArithmeticConf)
-    store.store("file_task", FileConf)
+    for name, schema in TASKS.items():
+        store.store(f"{name}_task", schema)
     OmegaConf.register_new_resolver(
         "when_embedded", lambda path, tiny, real: tiny if path is None else real, replace=True
     )
@@ -209,10 +209,21 @@ def _claim(cfg: DictConfig, values: dict[str, Any]) -> tuple[Path, int]:
         print(f"{run_dir}: no lock guards it against a second run: {error.strerror}", file=sys.stderr)
     for stale in (run_dir / "logs").glob("rank*.error.json"):
         stale.unlink()
+    if values.get("resume"):
+        _say_what_changes(run_dir if resume else Path(values["resume"]), values)
     os.ftruncate(lock, 0)
     os.write(lock, json.dumps(values, indent=1).encode())
     OmegaConf.save(cfg, run_dir / "config.yaml")
     return run_dir, lock
+
+
+def _say_what_changes(resumed: Path, values: dict[str, Any]) -> None:
+    """One line for each value that differs from the job of a run directory, or of a checkpoint's."""
+    for job in (resumed / "job.json", resumed.parent.parent / "job.json"):
+        if job.is_file():
+            for change in changes(job.read_bytes(), values):
+                print(f"resumed with {change}", file=sys.stderr)
+            return
 
 
 def _file_name(name: str) -> str:

@@ -87,7 +87,7 @@ class PackingConf:
     mode: PackingMode = MISSING
     tokens_per_row: int = 4096  # budget of one micro-batch; a longer document gets a row of its own
     pad_multiple: int = 1  # each row's length is rounded up to a multiple of this, by one padding document
-    verify: bool = True  # prove at start, on the loaded layers, that documents do not leak into each other
+    verify: bool = True  # thd only: prove at start, on the loaded layers, that documents do not leak into each other
 
 
 @dataclass
@@ -114,7 +114,7 @@ class TaskConf:
 
 @dataclass
 class ArithmeticConf(TaskConf):
-    largest: int = 99  # operands are drawn from 0 to this
+    largest: int = 49  # operands are drawn from 0 to this
     seed: int = 0  # fixes the split into training and held-out problems, whatever the run's seed
     heldout: int = 256  # problems that training never shows
 
@@ -135,12 +135,16 @@ TASKS = {"arithmetic": ArithmeticConf, "gsm8k": FileConf, "jsonl": FileConf}
 
 
 @dataclass
-class RolloutConf:
-    group_size: int = 8  # completions a prompt
-    temperature: float = 1.0
+class SamplingConf:
     top_p: float = 1.0
     max_new_tokens: int = 16
-    batch_size: int = 256  # sequences decoded together on one rank
+    batch_size: int = 256  # sequences decoded together on one rank, but at least one prompt's group
+
+
+@dataclass
+class RolloutConf(SamplingConf):
+    group_size: int = 8  # completions a prompt
+    temperature: float = 1.0
 
 
 @dataclass
@@ -187,8 +191,12 @@ class CheckpointConf:
 @dataclass
 class EvaluationConf:
     prompts: int = 128  # held-out prompts; 0: no evaluation
-    every: int = 0  # also every so many steps; 0: at the end only
     temperature: float = 0.0  # 0: greedy
+
+
+@dataclass
+class PeriodicEvaluationConf(EvaluationConf):
+    every: int = 0  # also every so many steps; 0: at the end only
 
 
 @dataclass
@@ -197,7 +205,7 @@ class JobConf:
 
     model: ModelConf = field(default_factory=ModelConf)
     task: TaskConf = field(default_factory=TaskConf)
-    rollout: RolloutConf = field(default_factory=RolloutConf)
+    rollout: SamplingConf = field(default_factory=SamplingConf)
     launch: LaunchConf = field(default_factory=LaunchConf)
     evaluation: EvaluationConf = field(default_factory=EvaluationConf)
     seed: int = 0
@@ -206,6 +214,7 @@ class JobConf:
 
 @dataclass
 class SFTConf(JobConf):
+    evaluation: PeriodicEvaluationConf = field(default_factory=PeriodicEvaluationConf)
     fsdp: FSDPConf = field(default_factory=FSDPConf)
     packing: PackingConf = field(default_factory=PackingConf)
     optim: OptimConf = field(default_factory=OptimConf)
@@ -218,6 +227,8 @@ class SFTConf(JobConf):
 
 @dataclass
 class GRPOConf(JobConf):
+    rollout: RolloutConf = field(default_factory=RolloutConf)
+    evaluation: PeriodicEvaluationConf = field(default_factory=PeriodicEvaluationConf)
     packing: PackingConf = field(default_factory=PackingConf)
     fsdp: FSDPConf = field(default_factory=FSDPConf)
     metrics: MetricsConf = field(default_factory=MetricsConf)
@@ -225,7 +236,7 @@ class GRPOConf(JobConf):
     optim: OptimConf = field(default_factory=OptimConf)
     logger: LoggerConf = field(default_factory=LoggerConf)
     checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
-    steps: int = 200
+    steps: int = 350
     prompts_per_step: int = 32  # prompts an optimizer step, over all ranks; any number, also below the ranks
     resume: str | None = None  # auto: hydra.run.dir's newest checkpoint; or a run or checkpoint directory
 

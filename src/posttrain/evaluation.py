@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config import JobConf
+from posttrain.config import JobConf, RolloutConf
 from posttrain.data.tasks import Task
 from posttrain.fsdp import from_all_ranks, gathered
 from posttrain.rollout.local import generate
@@ -33,8 +33,8 @@ def evaluate(
         rollouts = generate(
             bare,
             problems[rank::world],
-            replace(cfg.rollout, group_size=1, temperature=cfg.evaluation.temperature),
-            key=(cfg.seed,),
+            RolloutConf(**asdict(cfg.rollout) | {"group_size": 1, "temperature": cfg.evaluation.temperature}),
+            key=(1, cfg.seed, 0),
             end_ids=end_ids,
             pad_id=tokenizer.pad_token_id,
         )

@@ -51,10 +51,18 @@ class FlopsCounter:
         """Forward and backward: 3x for trainable weights, 2x for frozen ones that a gradient passes."""
         return self.training_cost(lengths, logits)
 
-    def rollout(self, prompts: Sequence[int], completions: Sequence[int]) -> float:
-        """Sampling with a KV cache: completion i's last token is drawn from logits, and never fed back."""
-        lengths = [prompt + completion - 1 for prompt, completion in zip(prompts, completions, strict=True)]
-        return self.forward_cost(lengths, sum(completions))
+    def rollout(self, groups: Sequence[tuple[int, Sequence[int]]]) -> float:
+        """Sampling: (prompt length, lengths of its completions) of each group.
+
+        A group's prompt is prefilled once, and gives the logits of every first token; a completion's last token is
+        never fed back.
+        """
+        flops = 0.0
+        for prompt, completions in groups:
+            prefill = self.forward_cost([prompt], 0)
+            flops += self.forward_cost([prompt], 1)
+            flops += sum(self.forward_cost([prompt + n - 1], n - 1) - prefill for n in completions)
+        return flops
 
 
 def causal_pairs(lengths: Sequence[int], window: int | None = None) -> int:

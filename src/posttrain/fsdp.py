@@ -31,6 +31,8 @@ def make_accelerator(cfg: FSDPConf, model: PreTrainedModel, dtype: torch.dtype) 
     if cfg.strategy is Strategy.no_shard:
         return Accelerator(cpu=device == "cpu", mixed_precision=mixed)
 
+    # accelerate 1.15 slices its mesh in a way that torch 2.13 is about to drop; not the user's business.
+    warnings.filterwarnings("ignore", message="Slicing a flattened dim", category=UserWarning)
     # accelerate 1.15 promotes MULTI_GPU to FSDP but not MULTI_CPU, which it runs as DDP without a word; after
     # this line it promotes by itself. Can go when `Accelerator(cpu=True, fsdp_plugin=...)` gives `is_fsdp2`.
     state.distributed_type = DistributedType.MULTI_GPU
@@ -39,8 +41,6 @@ def make_accelerator(cfg: FSDPConf, model: PreTrainedModel, dtype: torch.dtype) 
     if cfg.strategy is Strategy.hybrid_shard:
         shard = hybrid_shard_size(cfg, world)
         mesh = ParallelismConfig(dp_replicate_size=world // shard, dp_shard_size=shard)
-        # accelerate 1.15 slices its mesh in a way that torch 2.13 is about to drop; not the user's business.
-        warnings.filterwarnings("ignore", message="Slicing a flattened dim", category=UserWarning)
     accelerator = Accelerator(
         cpu=device == "cpu",
         parallelism_config=mesh,

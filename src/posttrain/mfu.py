@@ -1,7 +1,7 @@
 """Model FLOPs utilisation: right or absent, and never in the way of training.
 
     meter = make_meter(cfg.metrics, model, device, dtype, world_size)
-    meter.record("rollout", lengths, logits)                     # of all ranks: so no collective is needed
+    meter.record_rollout(groups)                                 # of all ranks: so no collective is needed
     meter.record("update", lengths, logits, training=True)
     metrics |= meter.metrics({"rollout": seconds, "update": seconds, "step": seconds}, first_step=step == 1)
 
@@ -68,6 +68,13 @@ class Meter:
             self._flops[phase] += flops
             if training:
                 self._trained.update(flops=flops, tokens=sum(lengths))
+
+    def record_rollout(self, groups: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Bill the phase "rollout" for (prompt length, completion lengths) of each group, over all ranks."""
+        if self.reason:
+            return
+        with self._off_on_failure():
+            self._flops["rollout"] += self.counter.rollout(groups)
 
     def metrics(self, seconds: dict[str, float], first_step: bool = False) -> dict[str, float]:
         """This step's metrics, from the seconds of its phases and of the whole "step"; starts the next step.

@@ -70,7 +70,7 @@ def statistics(plan: Plan, cfg: PackingConf) -> dict[str, float]:
     computed = [sum(_computed_tokens(row, cfg) for row in share) for share in plan]
     real = sum(len(document) for share in plan for row in share for document in row if document.weight)
     return {
-        "packing/fill": real / sum(computed),
+        **({"packing/fill": real / sum(computed)} if real else {}),  # nothing to train on: all is spare
         "packing/rank_imbalance": max(computed) * len(computed) / sum(computed),
         "packing/micro_batches": len(plan[0]),
     }

@@ -76,7 +76,7 @@ class Tracker:
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Append one record of numbers or one-element tensors; None, NaN and infinities are left out."""
-        if not self._open:
+        if not self._open or not metrics:
             return
         numbers = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         numbers = {key: value for key, value in numbers.items() if value is not None and math.isfinite(value)}
@@ -109,6 +109,8 @@ class Tracker:
 
     def _show(self, step: int, numbers: dict[str, float]) -> None:
         shown = {label: f"{numbers[key]:{form}}" for key, (label, form) in SHOWN.items() if key in numbers}
+        if not shown:
+            return
         if self._bar is None or "eval/reward" in numbers:
             self._print("  ".join([f"step {step}/{self.total_steps}", *(f"{k} {text}" for k, text in shown.items())]))
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,8 @@ from posttrain.config import (
     RECIPES,
     TASKS,
     Architecture,
+    ArithmeticConf,
+    FileConf,
     GRPOConf,
     JobConf,
     SFTConf,
@@ -39,6 +42,12 @@ def typed(recipe: str, values: dict[str, Any]) -> JobConf:
         return OmegaConf.to_object(OmegaConf.merge(schema, values))
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def changes(before: bytes, values: dict[str, Any]) -> list[str]:
+    """`key=new instead of old` for each value of a job.json (empty: a new run) that `values` does not keep."""
+    old, new = _flat(json.loads(before or "{}")), _flat(values)
+    return [f"{key}={new[key]} instead of {old[key]}" for key in new if key in old and new[key] != old[key]]
 
 
 def every_key(recipe: str) -> dict[str, Any]:
@@ -86,13 +95,14 @@ def _common(cfg: JobConf) -> list[tuple[bool, str]]:
     rollout, task, evaluation, launch = cfg.rollout, cfg.task, cfg.evaluation, cfg.launch
     return [
         _least("seed", cfg.seed, 0),
-        (rollout.temperature > 0, f"rollout.temperature={rollout.temperature}: must be above 0"),
         (0 < rollout.top_p <= 1, f"rollout.top_p={rollout.top_p}: must be above 0 and at most 1"),
         _least("rollout.max_new_tokens", rollout.max_new_tokens, 1),
         _least("rollout.batch_size", rollout.batch_size, 1),
         _least("task.max_prompt_tokens", task.max_prompt_tokens, 1),
         _least("evaluation.prompts", evaluation.prompts, 0 if isinstance(cfg, GRPOConf | SFTConf) else 1),
-        _least("evaluation.every", evaluation.every, 0),
+        (0 <= cfg.seed < 2**63, f"seed={cfg.seed}: must be at least 0 and below 2^63"),
+        *([_least("task.heldout", task.heldout, 0)] if isinstance(task, ArithmeticConf | FileConf) else []),
+        *([_least("task.largest", task.largest, 1)] if isinstance(task, ArithmeticConf) else []),
         _least("evaluation.temperature", evaluation.temperature, 0),
         (
             min(task.reward_correct, task.reward_format) >= 0 and task.reward_correct + task.reward_format > 0,
@@ -108,6 +118,7 @@ def _common(cfg: JobConf) -> list[tuple[bool, str]]:
 def _training(cfg: GRPOConf | SFTConf, world: int) -> list[tuple[bool, str]]:
     betas = cfg.optim.betas
     return [
+        _least("evaluation.every", cfg.evaluation.every, 0),
         _least("steps", cfg.steps, 1),
         (cfg.optim.lr > 0, f"optim.lr={cfg.optim.lr}: must be above 0"),
         (
@@ -127,6 +138,7 @@ def _training(cfg: GRPOConf | SFTConf, world: int) -> list[tuple[bool, str]]:
 def _grpo(cfg: GRPOConf) -> list[tuple[bool, str]]:
     loss, peak = cfg.loss, cfg.metrics.peak_tflops
     return [
+        (cfg.rollout.temperature > 0, f"rollout.temperature={cfg.rollout.temperature}: must be above 0"),
         (
             cfg.rollout.group_size >= 2,
             f"rollout.group_size={cfg.rollout.group_size}: GRPO compares completions of one prompt, it needs 2 or more",
@@ -167,9 +179,14 @@ def _hybrid(cfg: GRPOConf | SFTConf, world: int) -> tuple[bool, str]:
     )
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> set[str]:
-    """Dotted keys of the leaves of nested dicts."""
-    keys: set[str] = set()
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with dotted keys."""
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
-        keys |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}"}
-    return keys
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
+
+
+def _leaves(tree: dict[str, Any]) -> set[str]:
+    """Dotted keys of the leaves of nested dicts."""
+    return set(_flat(tree))

@@ -83,6 +83,10 @@ def gsm8k(cfg: FileConf) -> tuple[Rows, Rows, Scorers]:
     scorers = {"correct": _answer_reward(cfg), "format": rewards.marked_format}
     if Path(cfg.path).suffix in _READERS:
         return (*_split(cfg), scorers)
+    if cfg.eval_path is not None:
+        raise UserError(
+            f"task.eval_path={cfg.eval_path}: {cfg.path} on the hub brings its own test split; leave it out"
+        )
     import datasets  # half a second, and only here
 
     try:

@@ -92,7 +92,7 @@ def load_config(cfg: ModelConf):
     """The checkpoint's text config, checked against `model.architecture`. Raises UserError."""
     huggingface_logging.set_verbosity_error()  # else ten lines about its retries before the one that matters
     path = weights_path(cfg)
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1  # hub names are name or owner/name
     if looks_local and not Path(path).is_dir():
         raise UserError(
             f"model.path={path} is neither a directory nor a hub name. Give a local directory, a hub name such as "
@@ -129,6 +129,12 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 def _ready(model, tokenizer, cfg: ModelConf, stored_dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model.config.dtype = stored_dtype  # what an export writes
+    for module in model.modules():  # no dropout: the trainer's and the sampler's distributions must be the same
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    model.train()  # without dropout it only tells gradient checkpointing to act
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if cfg.gradient_checkpointing:

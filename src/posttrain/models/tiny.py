@@ -43,7 +43,7 @@ _DELTA_NET = dict(
     linear_value_head_dim=32,
     linear_conv_kernel_dim=4,
 )
-_EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+_EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=64)
 _MROPE = dict(
     rope_parameters={
         "rope_type": "default",
