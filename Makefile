@@ -48,7 +48,7 @@ tiny: install ## train the embedded tiny models again, from random weights to a 
 	  install -m 644 outputs/tiny/$$name/model/* $(EMBEDDED)/$$name/ || exit 1; \
 	done
 
-bench: install ## time the start and the step
+bench: install ## time from the command to the first update
 	$(RUN) benchmarks/startup.py
 
 clean: ## remove the environment and caches, not outputs/

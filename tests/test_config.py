@@ -157,6 +157,9 @@ WRONG = {
     "launch.timeout_s=0": "launch.timeout_s",
     "checkpoint.every=-1": "checkpoint.every",
     "evaluation.prompts=-1": "evaluation.prompts",
+    "evaluation.every=-1": "evaluation.every=-1: must be 0 or more",
+    "task.heldout=-5": "task.heldout=-5: must be 0 or more",
+    "task.largest=0": "task.largest=0: must be 1 or more",
     "fsdp=hybrid_shard": "fsdp=hybrid_shard needs",
 }
 

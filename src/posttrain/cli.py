@@ -1,6 +1,6 @@
 """The command line: Hydra composes and sweeps, this checks, makes the run directory and starts the ranks.
 
-The only file that knows Hydra, and it imports no torch: `--help`, `--cfg job` and tab completion are instant.
+This and explain.py know Hydra, and import no torch: `--help`, `--cfg job` and tab completion are instant.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class PackingConf:
     mode: PackingMode = MISSING
     tokens_per_row: int = 4096  # budget of one micro-batch; a longer document gets a row of its own
     pad_multiple: int = 1  # each row's length is rounded up to a multiple of this, by one padding document
-    verify: bool = True  # thd only: prove at start, on the loaded layers, that documents do not leak into each other
+    verify: bool = True  # thd only: prove at start, on a small copy of the layers, that documents do not leak
 
 
 @dataclass

@@ -94,7 +94,6 @@ def problems(cfg: JobConf, world: int) -> list[str]:
 def _common(cfg: JobConf) -> list[tuple[bool, str]]:
     rollout, task, evaluation, launch = cfg.rollout, cfg.task, cfg.evaluation, cfg.launch
     return [
-        _least("seed", cfg.seed, 0),
         (0 < rollout.top_p <= 1, f"rollout.top_p={rollout.top_p}: must be above 0 and at most 1"),
         _least("rollout.max_new_tokens", rollout.max_new_tokens, 1),
         _least("rollout.batch_size", rollout.batch_size, 1),

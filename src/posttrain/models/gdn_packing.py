@@ -69,7 +69,7 @@ def patch(model: PreTrainedModel, device: torch.device | str | None = None, pack
     version = Version(transformers.__version__)
     if not SUPPORTED[0] <= version < SUPPORTED[1]:
         raise UserError(
-            f"transformers {version} is installed, and the Gated DeltaNet layers need >={SUPPORTED[0]},<{SUPPORTED[1]}. "
+            f"transformers {version} is installed; the layers are patched for >={SUPPORTED[0]},<{SUPPORTED[1]}. "
             f"Type: pip install 'transformers>={SUPPORTED[0]},<{SUPPORTED[1]}'"
         )
     layers = stateful_layers(model)
