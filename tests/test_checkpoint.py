@@ -65,7 +65,9 @@ def test_other_ranks_go_on_and_other_formats_are_refused(whole, tmp_path):
     if other == "launch.nproc=1":
         return
     for wrong, advice in (("fsdp=no_shard", "fsdp=full_shard"), ("model=qwen3_dense", "its model")):
-        process = command("grpo", *RUN, wrong, f"resume={directory}", "steps=5", f"hydra.run.dir={tmp_path / wrong}")
+        process = command(
+            "grpo", *RUN, wrong, f"resume={directory}", "steps=5", f"hydra.run.dir={tmp_path / 'refused' / wrong[:4]}"
+        )
         assert process.returncode == 2 and f"Resume with {advice}." in process.stdout, process.stdout
 
 
@@ -101,12 +103,17 @@ def test_only_the_newest_are_kept_and_the_export_loads_and_evaluates(tmp_path):
 
 def test_supervised_steps_lower_the_loss_and_stop_early(tmp_path):
     directory = tmp_path / "run"
-    options = ["steps=6", "batch_size=32", "evaluation.prompts=8", "evaluation.every=3", "stop_at=0", "launch.nproc=2"]
-    process = command("sft", *options, "optim.lr=1e-3", f"hydra.run.dir={directory}")
+    options = ["init=true", "steps=6", "batch_size=32", "evaluation.prompts=8", "evaluation.every=3", "stop_at=0"]
+    process = command("sft", *options, "launch.nproc=2", f"hydra.run.dir={directory}")
     assert process.returncode == 0, process.stdout
     summary = json.loads((directory / "summary.json").read_text())
     losses = [record["loss"] for record in records(directory)]
-    assert len(losses) == 3 and losses[-1] < losses[0] and summary["steps"] == 3 and summary["packing"]["verified"]
+    assert (
+        len(losses) == 3
+        and losses[0] > losses[1] > losses[2]
+        and summary["steps"] == 3
+        and summary["packing"]["verified"]
+    )
     assert (directory / "model" / "model.safetensors").exists()
 
 

@@ -27,7 +27,7 @@ def reference(steps=2, prompts=PROMPTS, updates=1, family="qwen3_5_dense"):
     for step in range(steps):
         cfg = RolloutConf(group_size=GROUP, max_new_tokens=8)
         problems = list(enumerate(batch(task.train, prompts, step, seed=0)))
-        rollouts = generate(model, problems, cfg, key=(0, step), end_ids=end_ids, pad_id=tokenizer.pad_token_id)
+        rollouts = generate(model, problems, cfg, key=(0, 0, step), end_ids=end_ids, pad_id=tokenizer.pad_token_id)
         rewards = []
         for rollout in rollouts:
             text, ended = tokenizer.decode(rollout.completion_ids, skip_special_tokens=True), rollout.finished
@@ -127,7 +127,7 @@ def test_gradient_checkpointing_recomputes():
     model, _ = load(ModelConf(architecture=Architecture.qwen3_5_dense, gradient_checkpointing=True))
     gdn_packing.patch(model)
     calls = []
-    model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
     model(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False).logits.sum().backward()
     assert len(calls) == 2
 
