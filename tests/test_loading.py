@@ -1,0 +1,97 @@
+"""From a path to a model: what is accepted, what is refused and in which words."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5VisionConfig,
+)
+
+from posttrain.config import Architecture, Dtype, ModelConf
+from posttrain.errors import UserError
+from posttrain.models.loading import compute_dtype, end_token_ids, load, load_config
+from posttrain.models.tiny import EMBEDDED, tiny_config, tiny_tokenizer
+
+
+def at(path, architecture=Architecture.auto, **options):
+    return ModelConf(architecture=architecture, path=str(path), **options)
+
+
+def test_a_multimodal_checkpoint_gives_its_text_model(tmp_path):
+    """As the published Qwen3.5 weights are: vision tower and text model in one file."""
+    vision = Qwen3_5VisionConfig(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=96)
+    config = Qwen3_5Config(text_config=tiny_config("qwen3_5_dense").to_dict(), vision_config=vision.to_dict())
+    torch.manual_seed(0)
+    whole = Qwen3_5ForConditionalGeneration(config).float().eval()
+    whole.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model, _ = load(at(tmp_path, Architecture.qwen3_5_dense))
+    ids = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        wanted, found = whole(input_ids=ids).logits, model(input_ids=ids).logits
+    assert type(model).__name__ == "Qwen3_5ForCausalLM" and torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_masters_are_fp32_dropout_is_off_and_every_end_token_counts(tmp_path):
+    config = GPT2Config(vocab_size=264, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5)
+    model = GPT2LMHeadModel(config).to(torch.bfloat16)
+    model.generation_config.eos_token_id = [3, 4]
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model, tokenizer = load(at(tmp_path))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert end_token_ids(model, tokenizer) == {256, 3, 4}
+    ids = torch.arange(1, 20)[None]
+    assert model.training and torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_compute_dtype_follows_the_device_unless_told():
+    assert compute_dtype(at("x")) is (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+    assert compute_dtype(at("x", dtype=Dtype.bf16)) is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ("./nowhere", "neither a directory nor a hub name"),
+        ("a/b/c", "neither a directory nor a hub name"),
+        ("gpt2-that-is-not-here", "could not be loaded.*Is the hub reachable"),
+        ("nobody/nothing", "could not be loaded.*Is the hub reachable"),
+    ],
+)
+def test_paths_that_lead_nowhere(monkeypatch, path, message):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=message) as error:
+        load_config(at(path))
+    assert "\n" not in str(error.value)
+
+
+def test_code_beside_the_weights_does_not_run(tmp_path):
+    """A model directory with its own Python: refused unless model.trust_remote_code says otherwise."""
+    canary = tmp_path / "canary"
+    code = (
+        f"open({str(canary)!r}, 'w')\nfrom transformers import PreTrainedConfig\nclass C(PreTrainedConfig):\n    pass\n"
+    )
+    (tmp_path / "code.py").write_text(code)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "code.C"}}))
+    with pytest.raises(UserError, match="trust_remote_code"):
+        load(ModelConf(architecture=Architecture.auto, path=str(tmp_path)))
+    assert not canary.exists()
+
+
+def test_weights_that_are_missing_are_not_made_up(tmp_path):
+    shutil.copytree(EMBEDDED / "qwen3_dense", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="lacks 1 weights of the model, such as model.layers.1.mlp.up_proj.weight"):
+        load(ModelConf(architecture=Architecture.qwen3_dense, path=str(tmp_path / "model")))
