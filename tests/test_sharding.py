@@ -23,7 +23,7 @@ def sweep(tmp_path_factory):
         "launch.nproc=4",
         "steps=3",
         "prompts_per_step=3",
-        "packing.tokens_per_row=24",
+        "packing.tokens_per_row=12",
         f"hydra.sweep.dir={directory}",
         timeout=280,
     )
@@ -47,7 +47,7 @@ def test_their_losses_agree_with_one_process(sweep):
         assert [record["loss"] for record in records] == pytest.approx([loss for _, loss, _ in rows], abs=1e-4), path
         norms = [record["grad_norm"] for record in records]
         assert norms == pytest.approx([norm for _, _, norm in rows], rel=1e-3), path
-        assert records[0]["packing/micro_batches"] > 1
+        assert max(record["packing/micro_batches"] for record in records) > 1
 
 
 CHECK = """
