@@ -56,7 +56,9 @@ def find(resume: str | None, run_dir: Path) -> Path | None:
     if resume is None:
         return None
     if resume == "auto":
-        return next(reversed(complete(run_dir)), None)
+        if not (found := complete(run_dir)):
+            print(f"resume=auto: no checkpoint in {run_dir} yet, starting at step 0")
+        return found[-1] if found else None
     path = Path(resume)
     if (path / PROGRESS).is_file():
         return path

@@ -1,8 +1,7 @@
 """The schema of every config group.
 
-Plain dataclasses and nothing else: no torch, no Hydra, so that `--help` is instant and a rank can read a
-job without composing it. `cli.py` turns the command line into one of these, `validation.py` checks what
-spans several fields, `conf/` holds the values.
+Plain dataclasses: no torch and no Hydra, so that `--help` is instant and a rank can read a job without composing it.
+`cli.py` turns the command line into one of these, `validation.py` checks what spans fields, `conf/` has the values.
 A recipe `recipes/<name>.py` takes the root dataclass `RECIPES["<name>"]`.
 """
 
