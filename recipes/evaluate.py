@@ -26,7 +26,9 @@ from posttrain.tracking import Tracker
 def train(cfg: EvaluateConf, run_dir: Path) -> None:
     model, tokenizer = load(cfg.model)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    model = model.to(device, compute_dtype(cfg.model))
+    model = model.to(device)
+    for parameter in model.parameters():  # not the buffers: rotary frequencies stay fp32
+        parameter.data = parameter.data.to(compute_dtype(cfg.model))
     gdn_packing.patch(model, device, packed=False)  # kernels follow the device
     task = make_task(cfg.task, tokenizer)
     logger = LoggerConf(name=LoggerName.none)

@@ -94,11 +94,15 @@ def test_only_the_newest_are_kept_and_the_export_loads_and_evaluates(tmp_path):
     trained = json.loads((directory / "summary.json").read_text())["evaluation"]
     assert json.loads((directory / "model" / "config.json").read_text())["dtype"] == "bfloat16"  # as the weights came
     process = command(
-        "evaluate", f"model.path={directory}/model", "evaluation.prompts=16", f"hydra.run.dir={tmp_path / 'evaluation'}"
+        "evaluate",
+        f"model.path={directory}/model",
+        "model.dtype=bf16",
+        "evaluation.prompts=16",
+        f"hydra.run.dir={tmp_path / 'evaluation'}",
     )
     assert process.returncode == 0, process.stdout
     found = json.loads((tmp_path / "evaluation" / "summary.json").read_text())["evaluation"]
-    assert found["eval/rewards/correct"] == pytest.approx(trained["eval/rewards/correct"], abs=0.07)  # bf16 file
+    assert found["eval/rewards/correct"] == pytest.approx(trained["eval/rewards/correct"], abs=0.13)  # bf16: two of 16
 
 
 def test_supervised_steps_lower_the_loss_and_stop_early(tmp_path):
