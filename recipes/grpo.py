@@ -122,9 +122,10 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
                 plan = packing.plan(documents, spare, cfg.packing, world)
                 micro_batches = [packing.build(row, cfg.packing, pad_id, device) for row in plan[rank]]
                 optim.set_learning_rate(optimizer, lr := optim.learning_rate(cfg.optim, step, cfg.steps))
-                old_logprobs = None  # of the policy that sampled: those of the first update, before it
+                trained, old_logprobs = {}, None  # of the policy that sampled: those of the first update, before it
                 for _ in range(cfg.loss.updates_per_rollout):
-                    trained, old_logprobs = update(accelerator, model, optimizer, micro_batches, old_logprobs, cfg)
+                    last, old_logprobs = update(accelerator, model, optimizer, micro_batches, old_logprobs, cfg)
+                    trained |= last
 
             metrics = {
                 **reward_metrics(rewards_PG, scores),
@@ -209,6 +210,6 @@ def update(accelerator, model, optimizer, micro_batches, old_logprobs, cfg: GRPO
         metrics["sampling/logp_difference/max"] = max(extremes.values())
         metrics["sampling/importance_sampling_ratio/max"] = math.exp(extremes["high"])
         metrics["sampling/importance_sampling_ratio/min"] = math.exp(-extremes["low"])
-    if cfg.rollout.top_p < 1:  # the sampler's distribution is then another one on purpose
+    if old_logprobs is not None or cfg.rollout.top_p < 1:  # another policy, or another distribution, on purpose
         metrics = {name: value for name, value in metrics.items() if not name.startswith("sampling/")}
     return metrics, before_update if old_logprobs is None else old_logprobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+
+# A shell starts background jobs with Ctrl-C ignored, which commands inherit and respect: tests send it all the same.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Workers of a test machine are few and busy: two threads that wait for each other are slower than one.
 os.environ["OMP_NUM_THREADS"] = "1"

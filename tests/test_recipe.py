@@ -83,6 +83,9 @@ def test_each_family_in_both_packings_against_the_reference(grpo, family, packin
 def test_two_updates_on_the_same_rollouts(grpo):
     run = grpo("loss.updates_per_rollout=2", "packing.tokens_per_row=64")
     assert_equals(run, reference(updates=2))
+    for record in run.training:  # the sampler against the policy that sampled, not the one after an update
+        assert record["sampling/logp_difference/max"] < 1e-3
+        assert record["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
