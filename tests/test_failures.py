@@ -100,10 +100,13 @@ def test_the_meter_changes_nothing(grpo):
 
 
 def test_wandb_offline(tmp_path):
-    process, summary = run(tmp_path, "logger=wandb", "logger.mode=offline")
+    process, summary = run(
+        tmp_path, "logger=wandb", "logger.mode=offline", "logger.project=mine", "logger.run_name=first"
+    )
     assert process.returncode == 0, process.stdout
     assert summary["logger"]["available"], summary["logger"]
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    (log,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"mine" in log.read_bytes() and b"first" in log.read_bytes()
 
 
 def test_wandb_without_a_key_or_a_server_stops_nothing(tmp_path):

@@ -17,7 +17,7 @@ FAMILIES = ["qwen3_5_dense", "qwen3_5_moe", "qwen3_next", "qwen3_dense"]
 LR, PROMPTS, GROUP = 1e-3, 4, 4  # as in conftest.SMALL
 
 
-def reference(steps=2, prompts=PROMPTS, updates=1, family="qwen3_5_dense"):
+def reference(steps=2, prompts=PROMPTS, updates=1, family="qwen3_5_dense", dr_grpo=False, max_norm=1.0):
     """(reward, loss, gradient norm) of each step: no packing, no sharding, no micro-batches, sums by hand."""
     model, tokenizer = load(ModelConf(architecture=Architecture(family)))
     gdn_packing.patch(model)
@@ -36,8 +36,10 @@ def reference(steps=2, prompts=PROMPTS, updates=1, family="qwen3_5_dense"):
         advantages = []
         for first in range(0, len(rewards), GROUP):
             group = rewards[first : first + GROUP]
-            advantages += [(r - statistics.mean(group)) / (statistics.stdev(group) + 1e-4) for r in group]
+            scale = 1.0 if dr_grpo else statistics.stdev(group) + 1e-4
+            advantages += [(r - statistics.mean(group)) / scale for r in group]
         tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
+        normaliser = len(rollouts) * cfg.max_new_tokens if dr_grpo else tokens
         old = None
         for _ in range(updates):
             logprobs, loss = [], 0.0
@@ -50,10 +52,10 @@ def reference(steps=2, prompts=PROMPTS, updates=1, family="qwen3_5_dense"):
             for row, old_row, advantage in zip(logprobs, old, advantages, strict=True):
                 for new, was in zip(row, old_row, strict=True):
                     ratio = (new - was).exp()
-                    loss -= torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage) / tokens
+                    loss -= torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage) / normaliser
             optimizer.zero_grad()
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
         rows.append((statistics.mean(rewards), loss.item(), norm.item()))
     return rows
@@ -88,6 +90,12 @@ def test_two_updates_on_the_same_rollouts(grpo):
         assert record["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-3)
 
 
+def test_dr_grpo_and_a_tight_gradient_clip(grpo):
+    dr_grpo = ["loss.advantage_scale=none", "loss.aggregation=seq_mean_token_sum_norm"]
+    run = grpo(*dr_grpo, "optim.max_grad_norm=0.01", "packing.tokens_per_row=64")
+    assert_equals(run, reference(dr_grpo=True, max_norm=0.01))
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_two_ranks(grpo, strategy):
     """Three prompts: not divisible by the ranks."""
@@ -109,6 +117,7 @@ def test_bf16(grpo, strategy):
     """bf16 compute is near fp32, and fp32 master weights move at a rate that bf16 ones would round away."""
     run = grpo("model.dtype=bf16", f"fsdp={strategy}", "optim.lr=1e-6", "checkpoint.every=2")
     assert run.returncode == 0, run.output
+    assert run.summary["sharding"] == strategy
     (reward, loss, norm), *_ = reference(steps=1)
     first = run.training[0]
     assert 0 < first["sampling/logp_difference/mean"] < 0.05  # two bf16 paths; 1e-6 in fp32

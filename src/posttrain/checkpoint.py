@@ -78,9 +78,7 @@ def load(accelerator: Accelerator, model: torch.nn.Module, checkpoint: Path) -> 
     progress = json.loads((checkpoint / PROGRESS).read_text())
     for key, here in _kind(accelerator, model).items():
         if progress[key] != here:
-            advice = (
-                "fsdp=no_shard" if progress[key] == "ddp" else "fsdp=full_shard" if key == "format" else "its model"
-            )
+            advice = {"ddp": "fsdp=no_shard", "fsdp": "fsdp=full_shard"}.get(progress[key], "its model")
             raise UserError(f"resume: {checkpoint} has {key} {progress[key]}, this run {here}. Resume with {advice}.")
     with _one_cpu_thread():
         accelerator.load_state(str(checkpoint))

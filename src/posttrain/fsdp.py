@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 def make_accelerator(cfg: FSDPConf, model: PreTrainedModel, dtype: torch.dtype) -> Accelerator:
     """An Accelerator that shards `model` as `cfg.strategy` says. Parameters are fp32, compute is in `dtype`.
 
-    The process group exists already (launch.py makes it).
+    The process group exists already (rank.py makes it).
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     state = PartialState(cpu=device == "cpu")
@@ -112,11 +112,11 @@ def gathered(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
             module.set_reshard_after_forward(value, recurse=False)
 
 
-@contextlib.contextmanager
-def synchronise_gradients(model: torch.nn.Module, accelerator: Accelerator, last: bool) -> Iterator[None]:
+def synchronise_gradients(
+    model: torch.nn.Module, accelerator: Accelerator, last: bool
+) -> contextlib.AbstractContextManager[None]:
     """Reduce gradients over ranks in the backward inside only if this is the step's last micro-batch."""
-    with contextlib.nullcontext() if last else accelerator.no_sync(model):
-        yield
+    return contextlib.nullcontext() if last else accelerator.no_sync(model)
 
 
 def from_all_ranks(mine: list[Item]) -> list[Item]:

@@ -9,6 +9,7 @@ Shape suffixes: B rows of one micro-batch, T positions of a row, K positions who
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -125,9 +126,8 @@ def _thd_row(row: list[Document], cfg: PackingConf, pad_id: int, device: torch.d
     total = sum(lengths)
     padding = _round_up(total, cfg) - total  # one document of its own, never many of one token
     ids = [i for d in row for i in (*d.rollout.prompt_ids, *d.rollout.completion_ids)] + [pad_id] * padding
-    starts = [sum(lengths[:n]) for n in range(len(row))]
     positions, columns = [], []
-    for start, document in zip(starts, row, strict=True):
+    for start, document in zip(itertools.accumulate(lengths[:-1], initial=0), row, strict=True):
         first = start + len(document.rollout.prompt_ids) - 1  # these logits predict the first completion token
         positions += range(first, first + len(document.rollout.completion_ids))
         columns += _columns(document)

@@ -29,8 +29,9 @@ def generate(
     """`cfg.group_size` completions of each (group, problem): in the order of `problems`, samples side by side.
 
     Args:
-        cfg: temperature 0 is greedy; at most `batch_size` sequences are decoded together.
-        key: with the group, seeds the sampling noise, e.g. (seed, step).
+        cfg: temperature 0 is greedy; `batch_size` sequences are decoded together, or one group if that is more.
+        key: with the group, seeds the sampling noise: (purpose, seed, step), of one length for all purposes, since
+            trailing zeros do not count.
         end_ids: tokens that end a completion; the one that did is its last.
     """
     was_training = model.training
