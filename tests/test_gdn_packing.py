@@ -22,8 +22,10 @@ from transformers import (
 )
 
 from posttrain.errors import UserError
-from posttrain.models import gdn_dispatch, gdn_kernels, gdn_packing, gdn_probe
+from posttrain.models import gdn_packing
 from posttrain.models.gdn_packing import PackingLeak, boundaries, patch, verify
+from posttrain.models.packed import dispatch, probe, shrink
+from posttrain.models.packed.boundaries import documents
 
 DOCUMENTS = (1, 2, 13, 17, 64, 65)
 SHAPE = dict(
@@ -138,9 +140,9 @@ def test_boundaries_that_do_not_fill_the_row_are_refused(models):
     with pytest.raises(ValueError, match="use_cache=False"):
         models["qwen3_5"](input_ids=tokens(10)[None], **boundaries([4, 6], "cpu") | {"use_cache": True})
     with pytest.raises(ValueError, match="start at 0"):
-        gdn_kernels.documents({"cu_seqlens": torch.tensor([2, 10])}, 1, 10)
+        documents({"cu_seqlens": torch.tensor([2, 10])}, 1, 10)
     with pytest.raises(ValueError, match="2 document_lengths"):
-        gdn_kernels.documents({"cu_seqlens": torch.tensor([0, 10]), "document_lengths": (4, 6)}, 1, 10)
+        documents({"cu_seqlens": torch.tensor([0, 10]), "document_lengths": (4, 6)}, 1, 10)
 
 
 # ------------------------------------------------------------------------------- packed equals separate
@@ -350,7 +352,7 @@ def test_calls_without_boundaries_are_upstreams_own(models, module):
 
 
 def test_patch_is_idempotent_and_reports(models, module):
-    before = {name: getattr(module, name) for name in gdn_dispatch.DISPATCHERS}
+    before = {name: getattr(module, name) for name in dispatch.DISPATCHERS}
     report = patch(models["qwen3_5"])
     assert report == patch(models["qwen3_5"])
     assert all(getattr(module, name) is function for name, function in before.items())
@@ -464,18 +466,18 @@ def test_fused_kernels_receive_the_boundaries(models, module, monkeypatch, convo
         return conv(x.transpose(1, 2), weight, bias, lengths, activation).transpose(1, 2), None
 
     fla_causal_conv1d.__module__ = "fla.modules.causal_conv1d"
-    raw = {name: inspect.unwrap(getattr(module, name)) for name in gdn_dispatch.DISPATCHERS}
+    raw = {name: inspect.unwrap(getattr(module, name)) for name in dispatch.DISPATCHERS}
     bound = {"torch_chunk_gated_delta_rule": chunk_gated_delta_rule}
     if convolution == "causal_conv1d":
         bound["causal_conv1d_fn"] = causal_conv1d_fn
     for name, function in raw.items():
         monkeypatch.setattr(module, name, bound_at_import(function, bound.get(name, function)))
-    monkeypatch.setattr(gdn_dispatch, "fla_convolution", lambda: fla_causal_conv1d)
+    monkeypatch.setattr(dispatch, "fla_convolution", lambda: fla_causal_conv1d)
     model, ids = models["qwen3_5"], tokens(30)
     patch(model)
     expected = alone(model, ids, (13, 2, 15))
     assert not calls
-    monkeypatch.setattr(gdn_dispatch, "FUSED_ON", {"cpu"})
+    monkeypatch.setattr(dispatch, "FUSED_ON", {"cpu"})
     assert_same(packed(model, ids, (13, 2, 15)), expected)
     assert_same(alone(model, ids, (13, 2, 15)), expected)
     assert calls.count("delta rule") == calls.count("convolution") == 3 * (1 + 3)
@@ -506,7 +508,7 @@ def test_probe_keeps_the_head_widths_of_a_real_model():
     """Qwen3.5's own config, never allocated: the copy is thin, its kernels have the real shapes."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(num_hidden_layers=4))
-    small = gdn_probe._shrunk(model.config)
+    small = shrink._shrunk(model.config)
     assert small.layer_types == ["linear_attention", "full_attention"]
     for width in ("head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"):
         assert getattr(small, width) == getattr(model.config, width)
@@ -611,7 +613,7 @@ def test_probe_catches_attention_across_documents(models, monkeypatch, name):
         made = genuine(lengths, device)
         return made | {"position_ids": torch.arange(sum(lengths))[None]}
 
-    monkeypatch.setattr(gdn_probe, "boundaries", without_positions)
+    monkeypatch.setattr(probe, "boundaries", without_positions)
     with pytest.raises(PackingLeak, match="Attention leaks between documents"):
         verify(models[name])
 
@@ -636,4 +638,4 @@ def test_probe_of_a_model_that_has_no_tiny_copy(models, monkeypatch):
 def test_no_import_of_fla_for_the_cpu(models):
     """flash-linear-attention costs seconds to import; its convolution is looked up on a GPU only."""
     verify(models["qwen3_5"])
-    assert gdn_dispatch.fla_convolution.cache_info().currsize == 0
+    assert dispatch.fla_convolution.cache_info().currsize == 0

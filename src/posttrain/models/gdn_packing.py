@@ -1,6 +1,6 @@
 """Several documents in one row, on models whose layers have memory.
 
-transformers' internals are touched here and in the gdn_ files beside this one, and nowhere else.
+transformers' internals are touched here and in packed/, and nowhere else.
 
     boundaries   the keyword arguments that mark where documents begin; they travel with the model call
     patch        makes the stateful layers honour them, with fused kernels on a GPU and plain torch elsewhere
@@ -28,9 +28,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from posttrain.errors import UserError
-from posttrain.models import gdn_dispatch
-from posttrain.models.gdn_kernels import boundaries
-from posttrain.models.gdn_probe import WAY_OUT, PackingLeak, Probe, mixers, stateful_layers, tiny_copy
+from posttrain.models.packed import dispatch
+from posttrain.models.packed.boundaries import boundaries
+from posttrain.models.packed.layers import mixers, stateful_layers
+from posttrain.models.packed.probe import WAY_OUT, PackingLeak, Probe
+from posttrain.models.packed.shrink import tiny_copy
 
 __all__ = ["KernelReport", "PackingLeak", "PackingProof", "boundaries", "patch", "verify"]
 
@@ -77,10 +79,10 @@ def patch(model: PreTrainedModel, device: torch.device | str | None = None, pack
         _refuse(model, layers)
     for name in {type(layer).__module__ for layer in layers} & HANDLED:
         module = sys.modules[name]
-        for attribute in gdn_dispatch.DISPATCHERS:
+        for attribute in dispatch.DISPATCHERS:
             upstream = getattr(module, attribute)
             if not hasattr(upstream, "kernel_for"):
-                setattr(module, attribute, gdn_dispatch.dispatch(attribute, upstream))
+                setattr(module, attribute, dispatch.dispatch(attribute, upstream))
     kernels, warnings = _kernels_in_use(model, layers, _device(model, device))
     return KernelReport(layers=_count(layers), kernels=kernels, warnings=warnings)
 
@@ -119,7 +121,7 @@ def _kernels_in_use(
             ("causal_conv1d", "causal_conv1d_fn", "causal-conv1d"),
         ):
             kernel = getattr(module, attribute).kernel_for(device)
-            kernels[operation] = gdn_dispatch.describe(kernel)
+            kernels[operation] = dispatch.describe(kernel)
             if kernel is None and device.type != "cpu":
                 warnings.append(f"{operation} runs its slow reference on {device.type}: pip install {package}")
     kernels["attention"] = str(getattr(model.config, "_attn_implementation", None))

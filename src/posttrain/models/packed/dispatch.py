@@ -1,6 +1,6 @@
 """Which kernel runs: replacements of transformers' functions that follow the device of their tensors.
 
-A fused kernel on a GPU where one is installed, the reference of `gdn_kernels` elsewhere.
+A fused kernel on a GPU where one is installed, the reference of `kernels` elsewhere.
 """
 
 from __future__ import annotations
@@ -13,16 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from posttrain.models.gdn_kernels import (
-    BOUNDARIES,
-    causal_conv1d,
-    chunk_size,
-    cumulative,
-    document_index,
-    documents,
-    gated_delta_rule,
-    refuse_state,
-)
+from posttrain.models.packed.boundaries import BOUNDARIES, chunk_size, cumulative, document_index, documents
+from posttrain.models.packed.kernels import causal_conv1d, gated_delta_rule, refuse_state
 
 FUSED_ON = {"cuda"}  # device types with fused kernels; a test may add "cpu" to drive the other side
 DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}

@@ -1,0 +1,1 @@
+"""What gdn_packing is made of: transformers' internals are touched here and nowhere else."""
