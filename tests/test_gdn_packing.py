@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     LlamaConfig,
     MambaConfig,
@@ -22,10 +23,10 @@ from transformers import (
 )
 
 from posttrain.errors import UserError
-from posttrain.models import gdn_packing
+from posttrain.models import gdn_packing, shrink
 from posttrain.models.gdn_packing import PackingLeak, boundaries, patch, verify
-from posttrain.models.packed import dispatch, probe, shrink
-from posttrain.models.packed.boundaries import documents
+from posttrain.models.packed import dispatch
+from posttrain.models.packed.boundaries import BOUNDARIES, documents
 
 DOCUMENTS = (1, 2, 13, 17, 64, 65)
 SHAPE = dict(
@@ -47,6 +48,12 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SHAPE, intermediate_size=64),
     "llama": LlamaConfig(**SHAPE, intermediate_size=64),
 }
+DELTA_NET_FUNCTIONS = (
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+)
 HYBRIDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 
 
@@ -352,7 +359,7 @@ def test_calls_without_boundaries_are_upstreams_own(models, module):
 
 
 def test_patch_is_idempotent_and_reports(models, module):
-    before = {name: getattr(module, name) for name in dispatch.DISPATCHERS}
+    before = {name: getattr(module, name) for name in DELTA_NET_FUNCTIONS}
     report = patch(models["qwen3_5"])
     assert report == patch(models["qwen3_5"])
     assert all(getattr(module, name) is function for name, function in before.items())
@@ -466,7 +473,7 @@ def test_fused_kernels_receive_the_boundaries(models, module, monkeypatch, convo
         return conv(x.transpose(1, 2), weight, bias, lengths, activation).transpose(1, 2), None
 
     fla_causal_conv1d.__module__ = "fla.modules.causal_conv1d"
-    raw = {name: inspect.unwrap(getattr(module, name)) for name in dispatch.DISPATCHERS}
+    raw = {name: inspect.unwrap(getattr(module, name)) for name in DELTA_NET_FUNCTIONS}
     bound = {"torch_chunk_gated_delta_rule": chunk_gated_delta_rule}
     if convolution == "causal_conv1d":
         bound["causal_conv1d_fn"] = causal_conv1d_fn
@@ -501,14 +508,14 @@ def test_probe_passes_quickly_and_leaves_no_trace(models, name, dtype):
     assert torch.equal(torch.get_rng_state(), random_state) and model.config.to_dict() == config
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     assert proof.max_difference < proof.tolerance / 2
-    assert sum(proof.layers.values()) == 4 and proof.kernels["attention"] == "sdpa"
+    assert sum(proof.layers.values()) == 4 and proof.kernels["attention"] == "sdpa by document"
 
 
 def test_probe_keeps_the_head_widths_of_a_real_model():
     """Qwen3.5's own config, never allocated: the copy is thin, its kernels have the real shapes."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(num_hidden_layers=4))
-    small = shrink._shrunk(model.config)
+    small = shrink.shrunk(model.config)
     assert small.layer_types == ["linear_attention", "full_attention"]
     for width in ("head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"):
         assert getattr(small, width) == getattr(model.config, width)
@@ -516,14 +523,11 @@ def test_probe_keeps_the_head_widths_of_a_real_model():
     assert small.num_attention_heads == 2 * small.num_key_value_heads
 
 
-WITH_BOUNDARIES = ("cu_seqlens", "cu_seqlens_cpu", "cu_seq_lens_q", "seq_idx", "document_lengths")
-
-
 def without_boundaries(function):
     """The silent skip: a kernel that is called as if the row were one document."""
 
     def leaking(*args, **kwargs):
-        return function(*args, **{k: v for k, v in kwargs.items() if k not in WITH_BOUNDARIES})
+        return function(*args, **{k: v for k, v in kwargs.items() if k not in BOUNDARIES})
 
     leaking.kernel_for = function.kernel_for
     return leaking
@@ -538,7 +542,7 @@ def with_stale_boundaries(function):
         if len(kwargs.get("document_lengths", ())) > 1:
             stored.update(document_lengths=kwargs["document_lengths"])
         stale = stored.get("document_lengths", ())
-        kwargs = {k: v for k, v in kwargs.items() if k not in WITH_BOUNDARIES}
+        kwargs = {k: v for k, v in kwargs.items() if k not in BOUNDARIES}
         return function(*args, **kwargs, **(stored if sum(stale) == tokens_in_row else {}))
 
     leaking.kernel_for = function.kernel_for
@@ -606,14 +610,14 @@ def test_probe_catches_in_one_kernel(models, module, monkeypatch, breaks):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "llama"])
 def test_probe_catches_attention_across_documents(models, monkeypatch, name):
-    """What an all-ones mask or lost position_ids do: plain causal attention over the row."""
-    genuine = boundaries
+    """What an all-ones mask or lost boundaries do: plain causal attention over the row."""
+    genuine = AttentionInterface._global_mapping["sdpa"]
 
-    def without_positions(lengths, device):
-        made = genuine(lengths, device)
-        return made | {"position_ids": torch.arange(sum(lengths))[None]}
+    def without_documents(*args, **kwargs):
+        return genuine(*args, **{k: v for k, v in kwargs.items() if k not in BOUNDARIES})
 
-    monkeypatch.setattr(probe, "boundaries", without_positions)
+    without_documents.by_document = True  # so that nobody mends it
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", without_documents)
     with pytest.raises(PackingLeak, match="Attention leaks between documents"):
         verify(models[name])
 

@@ -16,7 +16,6 @@ follow the device.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -28,16 +27,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from posttrain.errors import UserError
-from posttrain.models.packed import dispatch
+from posttrain.models.packed import attention, dispatch
 from posttrain.models.packed.boundaries import boundaries
-from posttrain.models.packed.layers import mixers, stateful_layers
+from posttrain.models.packed.layers import mixers, modeling_module, stateful_layers, unreachable
 from posttrain.models.packed.probe import WAY_OUT, PackingLeak, Probe
-from posttrain.models.packed.shrink import tiny_copy
+from posttrain.models.shrink import tiny_copy
 
 __all__ = ["KernelReport", "PackingLeak", "PackingProof", "boundaries", "patch", "verify"]
 
 SUPPORTED = (Version("5.15"), Version("6"))  # of transformers; older ones bind kernels to layer instances
-HANDLED = {f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,24 +75,29 @@ def patch(model: PreTrainedModel, device: torch.device | str | None = None, pack
     layers = stateful_layers(model)
     if packed:
         _refuse(model, layers)
-    for name in {type(layer).__module__ for layer in layers} & HANDLED:
-        module = sys.modules[name]
-        for attribute in dispatch.DISPATCHERS:
-            upstream = getattr(module, attribute)
+        attention.install(model)
+    for module in {modeling_module(layer) for layer in layers}:
+        for name in dispatch.OPERATIONS.keys() & vars(module).keys():
+            upstream = getattr(module, name)
             if not hasattr(upstream, "kernel_for"):
-                setattr(module, attribute, dispatch.dispatch(attribute, upstream))
-    kernels, warnings = _kernels_in_use(model, layers, _device(model, device))
+                setattr(module, name, dispatch.dispatch(name, upstream))
+    kernels, warnings = _kernels_in_use(model, layers, _device(model, device), packed)
     return KernelReport(layers=_count(layers), kernels=kernels, warnings=warnings)
 
 
 def _refuse(model: PreTrainedModel, layers: list[nn.Module]) -> None:
     """UserError where boundaries would not reach a stateful layer."""
     for layer in layers:
-        if type(layer).__module__ not in HANDLED:
+        if what := unreachable(layer):
             raise UserError(
-                f"packing=thd is not possible with {type(model).__name__}: its {type(layer).__name__} "
-                f"carries a state from one document of a row into the next. {WAY_OUT}"
+                f"packing=thd is not possible with {type(model).__name__}: the {' and '.join(sorted(what))} of "
+                f"its {type(layer).__name__} cannot be kept within one document of a row. {WAY_OUT}"
             )
+    if hasattr(model, "_orig_mod") or any(module._compiled_call_impl for module in model.modules()):
+        raise UserError(
+            f"packing=thd is not possible with a compiled model: it may hold kernels from before the patch. "
+            f"Compile it afterwards, or: {WAY_OUT}"
+        )
     if layers and getattr(model, "use_kernels", False):
         raise UserError(
             "packing=thd is not possible with use_kernels=True: hub kernels replace "
@@ -111,20 +114,22 @@ def _device(model: PreTrainedModel, device: torch.device | str | None) -> torch.
 
 
 def _kernels_in_use(
-    model: PreTrainedModel, layers: list[nn.Module], device: torch.device
+    model: PreTrainedModel, layers: list[nn.Module], device: torch.device, packed: bool
 ) -> tuple[dict[str, str], list[str]]:
     """Names of the implementations on `device`, and what to install where one is a slow one."""
     kernels, warnings = {}, []
-    for module in {sys.modules[type(layer).__module__] for layer in layers if type(layer).__module__ in HANDLED}:
-        for operation, attribute, package in (
-            ("gated_delta_rule", "torch_chunk_gated_delta_rule", "flash-linear-attention"),
-            ("causal_conv1d", "causal_conv1d_fn", "causal-conv1d"),
-        ):
-            kernel = getattr(module, attribute).kernel_for(device)
-            kernels[operation] = dispatch.describe(kernel)
-            if kernel is None and device.type != "cpu":
-                warnings.append(f"{operation} runs its slow reference on {device.type}: pip install {package}")
+    for module in {modeling_module(layer) for layer in layers}:
+        for name, operation in dispatch.OPERATIONS.items():
+            if operation.carries and hasattr(module, name):
+                kernel = getattr(module, name).kernel_for(device)
+                kernels[operation.name] = dispatch.describe(kernel)
+                if kernel is None and device.type != "cpu":
+                    warnings.append(
+                        f"{operation.name} runs its slow reference on {device.type}: pip install {operation.package}"
+                    )
     kernels["attention"] = str(getattr(model.config, "_attn_implementation", None))
+    if packed and kernels["attention"] in ("sdpa", "eager"):
+        kernels["attention"] += " by document"
     if any(name.endswith("experts") for name, _ in model.named_modules()):
         kernels["experts"] = str(getattr(model.config, "_experts_implementation", None))
     return kernels, warnings
@@ -150,13 +155,14 @@ def verify(
         torch.manual_seed(0)
         small = tiny_copy(model, device, dtype or next(model.parameters()).dtype)
         probe = Probe(model if small is None else small)
+        attention.install(probe.model)
         was_training = probe.model.training
         probe.model.eval()
         try:
             largest = max(probe.forward(), 0.0 if small is None else probe.gradients())
         finally:
             probe.model.train(was_training)
-    kernels, warnings = _kernels_in_use(model, stateful_layers(model), device)
+    kernels, warnings = _kernels_in_use(model, stateful_layers(model), device, packed=True)
     return PackingProof(
         max_difference=largest,
         tolerance=probe.tolerance,

@@ -5,15 +5,16 @@ Shapes: B rows, T tokens, N documents, W taps of a convolution.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import index as as_int
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-CHUNK = 64  # tokens in a chunk of the chunked delta rule, upstream's own choice
 BOUNDARIES = (
     "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
     "document_lengths",
@@ -79,47 +80,81 @@ def documents(boundaries: dict, rows: int, tokens: int) -> tuple[int, ...] | Non
     return tuple(lengths)
 
 
-def chunk_size(tokens: int) -> int:
-    """The chunk for rows of so many tokens: the delta rule pads to whole chunks, and short rows need no 64."""
-    return min(1 << (tokens - 1).bit_length(), CHUNK)
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Documents of similar length, as one batch [n, L]."""
+
+    size: int  # the power of two that L does not exceed
+    start: int  # of the only document; unused where n > 1
+    index: Tensor  # [n, L] positions in the row; past its end a document repeats its last token
 
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # a plan made during generation must stay usable in training
-def bucket_plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[tuple[int, Tensor]], Tensor]:
+def bucket_plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[Bucket], Tensor]:
     """How to regroup a row of documents into batches of similar length, and back.
 
-    Returns (buckets, inverse): a bucket is (chunk size, index [n, L] of the row's tokens, T where padding);
-    `inverse` [T] finds each token in the concatenation of the flattened buckets.
+    Returns (buckets, inverse): `inverse` [T] finds each token in the concatenation of the flattened buckets.
     """
     starts, total = list(accumulate(lengths, initial=0)), sum(lengths)
     by_size: dict[int, list[int]] = {}
     for document, length in enumerate(lengths):
         by_size.setdefault(1 << (length - 1).bit_length(), []).append(document)
-    buckets, inverse, done = [], torch.empty(total + 1, dtype=torch.long, device="cpu"), 0
+    buckets, inverse, done = [], torch.empty(total, dtype=torch.long, device="cpu"), 0
     for size, members in sorted(by_size.items()):
         start = torch.tensor([[starts[d]] for d in members], device="cpu")
         length = torch.tensor([[lengths[d]] for d in members], device="cpu")
         position = torch.arange(max(lengths[d] for d in members), device="cpu")
-        index = torch.where(position < length, start + position, total)
-        inverse[index.flatten()] = torch.arange(done, done + index.numel(), device="cpu")
+        index = start + torch.minimum(position, length - 1)
+        place = torch.arange(done, done + index.numel(), device="cpu").view(index.shape)
+        real = position < length
+        inverse[index[real]] = place[real]
         done += index.numel()
-        buckets.append((chunk_size(size), index.to(device)))
-    return buckets, inverse[:total].to(device)
+        buckets.append(Bucket(size, starts[members[0]], index.to(device)))
+    return buckets, inverse.to(device)
+
+
+def by_document(
+    function: Callable[..., Tensor], lengths: tuple[int, ...], tensors: Sequence[Tensor], dim: int = 1
+) -> Tensor:
+    """`function`, which is causal, on each document of a row by itself.
+
+    `tensors` have 1 row and T positions along `dim`; documents of similar length become one batch, right-padded:
+    `function(size, *batches)` gets [n, ..., L, ...] each and returns [n, L, ...]. Padding is behind a causal
+    function, so it changes nothing. Returns [1, T, ...].
+    """
+    buckets, inverse = bucket_plan(lengths, tensors[0].device)
+    outputs = []
+    for bucket in buckets:
+        n, length = bucket.index.shape
+        if n == 1:
+            batches = [x.narrow(dim, bucket.start, length) for x in tensors]
+        else:  # [..., n, L, ...] with the documents moved to the front
+            flat = bucket.index.flatten()
+            batches = [x[0].index_select(dim - 1, flat).unflatten(dim - 1, (n, length)) for x in tensors]
+            batches = [x.movedim(dim - 1, 0) for x in batches]
+        outputs.append(function(bucket.size, *batches).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, inverse)[None]
+
+
+class Edges(NamedTuple):
+    """first[k], last[k]: positions of the documents' tokens number k, counted from their start or their end."""
+
+    first: list[Tensor]
+    last: list[Tensor]
 
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)
-def gap_plan(lengths: tuple[int, ...], gap: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Indices [T + (N - 1) gap] that put `gap` zeros (token T) between documents, and [T] that undo it."""
-    source: list[int] = []
-    keep: list[int] = []
-    total = sum(lengths)
-    for start, end in pairwise(accumulate(lengths, initial=0)):
-        source += [total] * gap if start else []
-        keep += range(len(source), len(source) + end - start)
-        source += range(start, end)
-    return torch.tensor(source, device=device), torch.tensor(keep, device=device)
+def edge_plan(lengths: tuple[int, ...], width: int, device: torch.device) -> Edges:
+    """The documents' first and last `width` tokens; a document of fewer appears in fewer lists."""
+    offsets = list(accumulate(lengths, initial=0))
+    spans = list(pairwise(offsets))
+    first = [[start + k for start, end in spans if start + k < end] for k in range(width)]
+    last = [[end - 1 - k for start, end in spans if start <= end - 1 - k] for k in range(width)]
+    return Edges(
+        *([torch.tensor(positions, dtype=torch.long, device=device) for positions in side] for side in (first, last))
+    )
 
 
 @lru_cache(maxsize=16)

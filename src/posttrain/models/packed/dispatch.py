@@ -1,6 +1,8 @@
 """Which kernel runs: replacements of transformers' functions that follow the device of their tensors.
 
-A fused kernel on a GPU where one is installed, the reference of `kernels` elsewhere.
+A fused kernel on a GPU where one is installed, the reference of `kernels` elsewhere. Every architecture whose
+layers look these functions up in its modeling module, and hand them the keyword arguments of the model call, is
+handled; which do is found by looking (`layers.unreachable`) and proved by the probe.
 """
 
 from __future__ import annotations
@@ -9,23 +11,38 @@ import functools
 import importlib.metadata
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from posttrain.models.packed.boundaries import BOUNDARIES, chunk_size, cumulative, document_index, documents
-from posttrain.models.packed.kernels import causal_conv1d, gated_delta_rule, refuse_state
+from posttrain.models.packed import kernels
+from posttrain.models.packed.boundaries import BOUNDARIES, cumulative, document_index, documents
 
 FUSED_ON = {"cuda"}  # device types with fused kernels; a test may add "cpu" to drive the other side
-DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
+DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+STATE, CONVOLUTION = "recurrent state", "convolution"  # the two things a layer can carry along a row
+
+reached: ContextVar[Callable[[str], None] | None] = ContextVar("reached", default=None)  # set by the probe
 
 
-def dispatch(name: str, upstream: Callable) -> Callable:
-    """The replacement of transformers' module-level function `name`, a key of `DISPATCHERS`.
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A function of transformers' modeling modules."""
+
+    name: str  # in reports
+    package: str  # with the fused kernel
+    carries: tuple[str, ...]  # what boundaries that arrive here keep apart; nothing where it runs one token
+    replace: Callable[[Callable, Callable, Callable], Callable]  # (upstream, raw, kernel_for) -> replacement
+
+
+def dispatch(function: str, upstream: Callable) -> Callable:
+    """The replacement of transformers' module-level `function`, a key of `OPERATIONS`.
 
     Its attribute `kernel_for(device)` tells the fused kernel that runs there, None for torch.
     """
-    inner = upstream
+    operation, inner = OPERATIONS[function], upstream
     if isinstance(inner, torch.nn.Module):  # the `kernels` package wraps functions in modules
         inner = inspect.getclosurevars(type(inner).forward).nonlocals["func"]
     raw = inspect.unwrap(inner)
@@ -35,9 +52,9 @@ def dispatch(name: str, upstream: Callable) -> Callable:
     def kernel_for(device: torch.device) -> Callable | None:
         if device.type not in FUSED_ON:
             return None
-        return fused or (fla_convolution() if name == "causal_conv1d_fn" else None)
+        return fused or (fla_convolution() if function == "causal_conv1d_fn" else None)
 
-    replacement = DISPATCHERS[name](upstream, raw, kernel_for)
+    replacement = functools.wraps(raw)(operation.replace(upstream, raw, kernel_for))
     replacement.kernel_for = kernel_for
     return replacement
 
@@ -65,6 +82,15 @@ def describe(kernel: Callable | None) -> str:
     return f"{distribution} {kernel.__name__}"
 
 
+def _take(kwargs: dict, rows: int, tokens: int, *carried: str) -> tuple[tuple[int, ...] | None, dict]:
+    """The documents of this call, None if each row is one; and the keyword arguments that are no boundaries."""
+    lengths = documents(kwargs, rows, tokens)
+    if lengths is not None and (notice := reached.get()):
+        for what in carried:
+            notice(what)
+    return lengths, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+
+
 def _cu_seqlens(lengths: tuple[int, ...], sent: Tensor | None, device: torch.device) -> dict[str, Tensor]:
     """What flash-linear-attention's kernels take; without the copy on the host they would ask the device."""
     same = sent is not None and len(sent) == len(lengths) + 1  # else it has empty documents
@@ -74,64 +100,99 @@ def _cu_seqlens(lengths: tuple[int, ...], sent: Tensor | None, device: torch.dev
     }
 
 
+def _seq_idx(lengths: tuple[int, ...], sent: Tensor | None, device: torch.device) -> Tensor:
+    return document_index(lengths, device) if sent is None else sent
+
+
 def _delta_rule(upstream: Callable, raw: Callable, kernel_for: Callable) -> Callable:
-    @functools.wraps(raw)
-    def packed_gated_delta_rule(query, key, value, g, beta, **kwargs):
-        lengths = documents(kwargs, *query.shape[:2])
-        sent = kwargs.get("cu_seqlens")
-        kwargs = {name: kwargs[name] for name in kwargs if name not in BOUNDARIES}
+    def packed_delta_rule(query, key, value, g, beta, **kwargs):
+        sent = kwargs.get("cu_seqlens", kwargs.get("cu_seq_lens_q"))
+        lengths, kwargs = _take(kwargs, *query.shape[:2], STATE)
         fused = kernel_for(query.device) is not None
         if lengths is None and fused:
             return upstream(query, key, value, g=g, beta=beta, **kwargs)
         if lengths is None:
-            return raw(query, key, value, g=g, beta=beta, chunk_size=chunk_size(query.shape[1]), **kwargs)
+            chunk = kernels.chunk_size(query.shape[1])
+            return raw(query, key, value, g=g, beta=beta, chunk_size=chunk, **kwargs)
         if not fused:
-            return gated_delta_rule(raw, query, key, value, g, beta, lengths=lengths, **kwargs)
-        refuse_state(lengths, **kwargs)
+            return kernels.delta_rule(raw, query, key, value, g, beta, lengths=lengths, **kwargs)
+        kernels.refuse_state(lengths, **kwargs)
         where = _cu_seqlens(lengths, sent, query.device)
         return upstream(query, key, value, g=g, beta=beta, **where, **kwargs)
 
-    return packed_gated_delta_rule
+    return packed_delta_rule
+
+
+def _scan(upstream: Callable, raw: Callable, kernel_for: Callable) -> Callable:
+    def packed_scan(hidden_states, dt, A, B, C, chunk_size, **kwargs):
+        seq_idx = kwargs.get("seq_idx")
+        lengths, kwargs = _take(kwargs, *hidden_states.shape[:2], STATE)
+        fused = kernel_for(hidden_states.device) is not None
+        if lengths is None:
+            return (upstream if fused else raw)(hidden_states, dt, A, B, C, chunk_size=chunk_size, **kwargs)
+        if not fused:
+            return kernels.state_space_scan(raw, hidden_states, dt, A, B, C, chunk_size, lengths, **kwargs)
+        kernels.refuse_state(lengths, kwargs.get("initial_states"), kwargs.get("return_final_states", False))
+        seq_idx = _seq_idx(lengths, seq_idx, hidden_states.device)
+        return upstream(hidden_states, dt, A, B, C, chunk_size=chunk_size, seq_idx=seq_idx, **kwargs)
+
+    return packed_scan
+
+
+def _convolution_and_scan(upstream: Callable, raw: Callable, kernel_for: Callable) -> Callable:
+    def packed_convolution_and_scan(zxbcdt, *args, **kwargs):
+        if kernel_for(zxbcdt.device) is None:
+            return raw(zxbcdt, *args, **kwargs)  # None: the layer then calls the two by themselves
+        seq_idx = kwargs.get("seq_idx")
+        lengths, kwargs = _take(kwargs, *zxbcdt.shape[:2], STATE, CONVOLUTION)
+        if lengths is not None:
+            kwargs["seq_idx"] = _seq_idx(lengths, seq_idx, zxbcdt.device)
+        return upstream(zxbcdt, *args, **kwargs)
+
+    return packed_convolution_and_scan
 
 
 def _convolution(upstream: Callable, raw: Callable, kernel_for: Callable) -> Callable:
-    @functools.wraps(raw)
     def packed_causal_conv1d(hidden_states, weight, bias=None, activation=None, **kwargs):
-        x_BDT = hidden_states
-        lengths = documents(kwargs, x_BDT.shape[0], x_BDT.shape[2])
+        x_BDT, seq_idx, sent = hidden_states, kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q")
+        lengths, _ = _take(kwargs, x_BDT.shape[0], x_BDT.shape[2], CONVOLUTION)
         fused = kernel_for(x_BDT.device)
         is_fla = fused is not None and fused.__module__.startswith("fla.")
         if fused is None or (is_fla and activation not in (None, "silu", "swish")):
             if lengths is None:
                 return raw(x_BDT, weight, bias, activation=activation)
-            return causal_conv1d(raw, x_BDT, weight, bias, activation, lengths)
+            return kernels.causal_conv1d(x_BDT, weight, bias, activation, lengths)
         if is_fla:
-            where = {} if lengths is None else _cu_seqlens(lengths, kwargs.get("cu_seq_lens_q"), x_BDT.device)
+            where = {} if lengths is None else _cu_seqlens(lengths, sent, x_BDT.device)
             output_BTD, _ = fused(x_BDT.transpose(1, 2), weight, bias, activation=activation, **where)
             return output_BTD.transpose(1, 2)
         if lengths is None:
             return upstream(x_BDT, weight, bias, activation=activation)
         if x_BDT.stride(1) != 1:  # causal-conv1d takes seq_idx only with the channels last
             x_BDT = x_BDT.transpose(1, 2).contiguous().transpose(1, 2)
-        seq_idx = kwargs.get("seq_idx")
-        seq_idx = document_index(lengths, x_BDT.device) if seq_idx is None else seq_idx
+        seq_idx = _seq_idx(lengths, seq_idx, x_BDT.device)
         return upstream(x_BDT, weight, bias, activation=activation, seq_idx=seq_idx)
 
     return packed_causal_conv1d
 
 
 def _decoding(upstream: Callable, raw: Callable, kernel_for: Callable) -> Callable:
-    @functools.wraps(raw)
     def one_step(first, *args, **kwargs):
-        kwargs = {name: kwargs[name] for name in kwargs if name not in BOUNDARIES}
+        kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         return (raw if kernel_for(first.device) is None else upstream)(first, *args, **kwargs)
 
     return one_step
 
 
-DISPATCHERS = {
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "torch_recurrent_gated_delta_rule": _decoding,
-    "causal_conv1d_fn": _convolution,
-    "causal_conv1d_update": _decoding,
+FLA, SSM, CONV = "flash-linear-attention", "mamba-ssm", "causal-conv1d"
+OPERATIONS = {
+    "torch_chunk_gated_delta_rule": Operation("gated_delta_rule", FLA, (STATE,), _delta_rule),
+    "torch_recurrent_gated_delta_rule": Operation("gated_delta_rule_step", FLA, (), _decoding),
+    "chunk_kimi_delta_attention": Operation("kimi_delta_attention", FLA, (STATE,), _delta_rule),
+    "recurrent_kimi_delta_attention": Operation("kimi_delta_attention_step", FLA, (), _decoding),
+    "mamba2_chunk_scan": Operation("state_space_scan", SSM, (STATE,), _scan),
+    "mamba2_split_conv1d_scan_combined": Operation("convolution_and_scan", SSM, (), _convolution_and_scan),
+    "mamba2_selective_state_update": Operation("state_space_step", SSM, (), _decoding),
+    "causal_conv1d_fn": Operation("causal_conv1d", CONV, (CONVOLUTION,), _convolution),
+    "causal_conv1d_update": Operation("causal_conv1d_step", CONV, (), _decoding),
 }

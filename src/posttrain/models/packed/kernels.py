@@ -1,15 +1,12 @@
-"""Documents in one row: their boundaries, and the gated delta rule and its short convolution in plain torch.
+"""Stateful operations on packed documents in plain torch: for CPUs, for tests and for GPUs without fused kernels.
 
-The reference kernels are for CPUs, for tests and for GPUs without fused ones. They are exact: a document's
-result does not depend on what else is in the row. They regroup the row, call transformers' own torch function
-(`raw`) and undo the regrouping, so that the mathematics stays upstream's:
+They are exact: a document's result does not depend on what else is in the row. All but the convolution call
+transformers' own torch function (`raw`) on the documents by themselves (`by_document`): the mathematics stays
+upstream's.
+Resetting the decay at boundaries instead would need no regrouping, but its cumulative sums round: 2e-5 against
+4e-8 on the gradient of the delta rule.
 
-    delta rule   documents of similar length become one right-padded batch; the padding is behind a causal
-                 function, so it changes nothing. (Resetting the gate at boundaries instead would need no
-                 regrouping, but its cumulative sums round: 2e-5 against 4e-8 on the gradient.)
-    convolution  W - 1 zero columns between documents, which is what the start of a row has to its left.
-
-Shapes: B rows, T tokens, N documents, H heads, K and V head widths, D channels, W taps.
+Shapes: B rows, T tokens, N documents, H heads, K and V head widths, D channels, W taps, G groups, S state width.
 """
 
 from __future__ import annotations
@@ -17,13 +14,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers.activations import ACT2FN
 
-from posttrain.models.packed.boundaries import bucket_plan, gap_plan
+from posttrain.models.packed.boundaries import Edges, by_document, edge_plan
+
+CHUNK = 64  # tokens in a chunk of the chunked delta rule, upstream's own choice
 
 
-def gated_delta_rule(
+def chunk_size(tokens: int, largest: int = CHUNK) -> int:
+    """The chunk for rows of so many tokens: chunked rules pad to whole chunks, and short rows need no large one."""
+    return min(1 << (tokens - 1).bit_length(), largest)
+
+
+def delta_rule(
     raw: Callable,
     query: Tensor,
     key: Tensor,
@@ -33,21 +38,41 @@ def gated_delta_rule(
     lengths: tuple[int, ...],
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """`raw` (transformers' torch_chunk_gated_delta_rule) on each document of a row by itself.
+    """`raw` (transformers' chunked gated delta rule, or Kimi delta attention) on each document of a row.
 
-    query, key [1, T, H, K]; value [1, T, HV, V]; g (log decay), beta [1, T, HV]. Returns [1, T, HV, V], None.
-    Errors: ValueError for a recurrent state, which several documents do not have in common.
+    query, key [1, T, H, K]; value [1, T, HV, V]; g (log decay) [1, T, HV] or, Kimi, [1, T, HV, K]; beta [1, T, HV].
+    Returns [1, T, HV, V], None. Errors: ValueError for a recurrent state, which documents do not have in common.
     """
     refuse_state(lengths, **kwargs)
-    buckets, inverse = bucket_plan(lengths, query.device)
-    # token T is zero: it neither writes to the state nor decays it
-    rows = [F.pad(x[0], (0, 0) * (x.dim() - 2) + (0, 1)) for x in (query, key, value, g, beta)]
-    outputs = []
-    for chunk, index in buckets:
-        q, k, v, decay, rate = (x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in rows)
-        output, _ = raw(q, k, v, g=decay, beta=rate, chunk_size=chunk, **kwargs)
-        outputs.append(output.flatten(0, 1))
-    return torch.cat(outputs).index_select(0, inverse)[None], None
+
+    def documents(size: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+        return raw(q, k, v, g=decay, beta=rate, chunk_size=chunk_size(size), **kwargs)[0]
+
+    return by_document(documents, lengths, (query, key, value, g, beta)), None
+
+
+def state_space_scan(
+    raw: Callable,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk: int,
+    lengths: tuple[int, ...],
+    **kwargs,
+) -> Tensor:
+    """`raw` (transformers' mamba2_chunk_scan) on each document of a row.
+
+    hidden_states [1, T, H, V]; dt [1, T, H]; A [H]; B, C [1, T, G, S]. Returns [1, T, H, V].
+    Errors: ValueError for a recurrent state.
+    """
+    refuse_state(lengths, kwargs.get("initial_states"), kwargs.get("return_final_states", False))
+
+    def documents(size: int, x: Tensor, step: Tensor, to_state: Tensor, from_state: Tensor) -> Tensor:
+        return raw(x, step, A, to_state, from_state, chunk_size=chunk_size(size, min(chunk, CHUNK)), **kwargs)
+
+    return by_document(documents, lengths, (hidden_states, dt, B, C))
 
 
 def refuse_state(
@@ -59,15 +84,54 @@ def refuse_state(
 
 
 def causal_conv1d(
-    raw: Callable,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     activation: str | None,
     lengths: tuple[int, ...],
 ) -> Tensor:
-    """`raw` (transformers' torch causal_conv1d_fn) on each document of x [1, D, T] alone; weight [D, W]."""
-    source, keep = gap_plan(lengths, weight.shape[-1] - 1, x.device)
-    spread_TD = F.pad(x[0].t(), (0, 0, 0, 1)).index_select(0, source)
-    output = raw(spread_TD.t()[None], weight, bias, activation=activation)
-    return output[0].t().index_select(0, keep).t()[None]
+    """The causal depthwise convolution of each document of x [1, D, T] alone; weight [D, W], bias [D].
+
+    y[t] = activation(bias + sum over k < W of weight[W - 1 - k] x[t - k]), where t - k is in t's document.
+    """
+    out = _Taps.apply(x, weight, bias, edge_plan(lengths, weight.shape[-1] - 1, x.device))
+    return out if activation is None else ACT2FN[activation](out)
+
+
+class _Taps(torch.autograd.Function):
+    """Tap by tap: as fast as torch's convolution on a CPU, which cannot stop at a boundary.
+
+    Tap k must not read the last k tokens of a document for the next one: they are zeroed before it, one more
+    position a tap. In backward the same holds for the first k gradients. Sums are in fp32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, edges: Edges) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.edges, ctx.has_bias = edges, bias is not None
+        source = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        taps = weight.to(source.dtype).flip(1)[..., None]  # [D, W, 1], the present token's first
+        out = source * taps[:, 0]
+        for k in range(1, weight.shape[-1]):
+            source.index_fill_(2, edges.last[k - 1], 0)
+            out[..., k:].addcmul_(source[..., :-k], taps[:, k])
+        return (out if bias is None else out + bias[:, None]).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad = grad.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        taps = weight.to(grad.dtype).flip(1)[..., None]
+        grad_bias = grad.sum((0, 2)).to(weight.dtype) if ctx.has_bias else None
+        grad_x, grad_taps = grad * taps[:, 0], [_dot(grad, x)]
+        for k in range(1, weight.shape[-1]):
+            grad.index_fill_(2, ctx.edges.first[k - 1], 0)
+            grad_x[..., :-k].addcmul_(grad[..., k:], taps[:, k])
+            grad_taps.append(_dot(grad[..., k:], x[..., :-k]))
+        return grad_x.to(x.dtype), torch.stack(grad_taps[::-1], -1).to(weight.dtype), grad_bias, None
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of products over rows and tokens, [D]; each way is several times slower in the other memory layout."""
+    return torch.einsum("bdt,bdt->d", a, b.to(a.dtype)) if b.stride(-1) == 1 else (a * b).sum((0, 2))

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from posttrain.errors import UserError
 from posttrain.models.packed.boundaries import boundaries
-from posttrain.models.packed.layers import mixers
+from posttrain.models.packed.dispatch import reached
+from posttrain.models.packed.layers import carries, mixers, stateful_layers
 
 WAY_OUT = "packing=padded works: it puts one document in a row."
 DOCUMENTS = (13, 1, 2, 65, 17, 64)  # lengths around the convolution's width and the chunk of 64
@@ -37,6 +38,7 @@ class Probe:
         self.model, self.device, self.tolerance = model, parameter.device, TOLERANCE[parameter.dtype]
         if parameter.dtype is torch.float32 and self.device.type == "cuda":
             self.tolerance = TF32_TOLERANCE
+        self.reached: set[tuple[nn.Module, str]] = set()  # what boundaries were told to keep apart, by layer
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self.ids_T, self.other_T = torch.randint(self.vocabulary, (2, sum(DOCUMENTS)), device=self.device)
         number_T = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))
@@ -57,6 +59,7 @@ class Probe:
             largest.append(self._compare(kept, now, "a document sees what its neighbours hold"))
         after = self._run(self.ids_T, whole)
         largest.append(self._compare(before, after, "a packed row changes the row after it"))
+        self._all_reached()
         return max(largest)
 
     def gradients(self) -> float:
@@ -94,25 +97,38 @@ class Probe:
             largest.append(self._compare([(whole, own_1TD)], [(whole, reached_1TD)], what))
         return max(largest)
 
+    def _all_reached(self) -> None:
+        """PackingLeak for a layer with a state that boundaries never came to, though no difference was seen."""
+        for layer in stateful_layers(self.model):
+            for what in sorted(carries(layer)):
+                if (layer, what) not in self.reached:
+                    name = type(layer).__name__
+                    raise PackingLeak(
+                        f"packing=thd is unsafe here: no boundaries reach the {what} of {name}. {WAY_OUT}"
+                    )
+
     def _run(self, ids_T: Tensor, lengths: tuple[int, ...]) -> Trace:
         """One row through the model: what each layer that mixes tokens made of it, and the logits."""
         trace: Trace = []
-        running = [type(self.model).__name__]
+        running: list[nn.Module] = [self.model]
 
         def before(layer: nn.Module, *_) -> None:
-            running.append(type(layer).__name__)
+            running.append(layer)
 
         def after(layer: nn.Module, _, output) -> None:
-            trace.append((running.pop(), (output[0] if isinstance(output, tuple) else output)[0]))
+            trace.append((type(running.pop()).__name__, (output[0] if isinstance(output, tuple) else output)[0]))
 
         hooks = [layer.register_forward_pre_hook(before) for layer in mixers(self.model)]
         hooks += [layer.register_forward_hook(after) for layer in mixers(self.model)]
+        notice = reached.set(lambda what: self.reached.add((running[-1], what)))
         try:
             logits = self.model(input_ids=ids_T[None], **boundaries(lengths, self.device)).logits
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             reason = str(error).strip().partition("\n")[0].rstrip(".")
-            raise PackingLeak(f"packing=thd: {running[-1]} cannot run a packed row: {reason}. {WAY_OUT}") from error
+            name = type(running[-1]).__name__
+            raise PackingLeak(f"packing=thd: {name} cannot run a packed row: {reason}. {WAY_OUT}") from error
         finally:
+            reached.reset(notice)
             for hook in hooks:
                 hook.remove()
         return [*trace, (type(self.model).__name__, logits[0])]

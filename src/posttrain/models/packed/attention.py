@@ -1,0 +1,130 @@
+"""Attention on packed documents: each by itself, without a mask of [T, T].
+
+transformers' sdpa and eager attention are called on the documents one by one, or on those of similar length as a
+batch: the cost is that of the sum of L^2 instead of T^2, and no mask is made where plain causal attention is meant.
+Flash attention is left alone: it takes the boundaries itself.
+
+Symptoms this replaces. gpt_oss and granitemoehybrid make their mask without position_ids, so that documents attend
+to each other (logits off by 0.9 to 1.1 of the largest). The mask is bool [1, 1, T, T], 1 GB at T = 32,768. And
+transformers asks the device at each call whether the row is packed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+from posttrain.models.packed.boundaries import by_document, documents
+from posttrain.models.packed.layers import mixers, modeling_module
+
+# Boundaries of the model call that is running, for the masks, which a model makes before its first layer. The layers
+# never read it: they get theirs as arguments, which activation checkpointing keeps for the second forward.
+_call: ContextVar[tuple[tuple[int, ...], Tensor] | None] = ContextVar("packed model call", default=None)
+
+
+def install(model: nn.Module) -> None:
+    """Replace transformers' sdpa and eager attention and their masks for `model`. Idempotent.
+
+    Without boundaries the replacements are what they replace.
+    """
+    for name in ("sdpa", "eager"):
+        _replace_entry(AttentionMaskInterface, name, _mask)
+    _replace_entry(AttentionInterface, "sdpa", _attention)
+    _replace(masking_utils, "find_packed_sequence_indices", _document_numbers)
+    for module in {modeling_module(layer) for layer in mixers(model)}:
+        if hasattr(module, "eager_attention_forward"):
+            _replace(module, "eager_attention_forward", functools.partial(_attention, additive=True))
+    if _begin not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_begin, with_kwargs=True)
+        model.register_forward_hook(_end, always_call=True)
+
+
+def _replace(owner, name: str, make: Callable) -> None:
+    if not hasattr(upstream := getattr(owner, name), "by_document"):
+        setattr(owner, name, _marked(upstream, make))
+
+
+def _replace_entry(interface: type, name: str, make: Callable) -> None:
+    if not hasattr(upstream := interface._global_mapping[name], "by_document"):
+        interface.register(name, _marked(upstream, make))
+
+
+def _marked(upstream: Callable, make: Callable) -> Callable:
+    replacement = functools.wraps(upstream)(make(upstream))
+    replacement.by_document = True
+    return replacement
+
+
+def _begin(model: nn.Module, args: tuple, kwargs: dict) -> None:
+    lengths, seq_idx = kwargs.get("document_lengths"), kwargs.get("seq_idx")
+    packed = lengths is not None and seq_idx is not None and len(lengths) > 1
+    _call.set((lengths, seq_idx) if packed else None)
+
+
+def _end(*_) -> None:
+    _call.set(None)
+
+
+def _document_numbers(upstream: Callable) -> Callable:
+    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
+        call = _call.get()
+        return upstream(position_ids) if call is None else call[1]
+
+    return find_packed_sequence_indices
+
+
+def _mask(upstream: Callable) -> Callable:
+    """No mask for packed rows, unless it says more than that attention is causal."""
+
+    def mask(*args, **kwargs) -> Tensor | None:
+        if (call := _call.get()) is not None:
+            narrow = (kwargs.get("local_size") or max(call[0])) < max(call[0])  # a window, or chunks
+            other = kwargs.get("use_vmap") or kwargs.get("allow_is_bidirectional_skip")  # a function of the model's own
+            if kwargs.get("attention_mask") is None and not narrow and not other:
+                return None
+        return upstream(*args, **kwargs)
+
+    return mask
+
+
+def _attention(upstream: Callable, additive: bool = False) -> Callable:
+    """`upstream` on each document; `additive`: it takes causality from a mask of 0 and the least number only."""
+
+    def attention(module, query, key, value, attention_mask=None, *args, **kwargs):
+        rows, _, tokens, _ = query.shape
+        sent = kwargs.get("document_lengths")
+        whole = sent is not None and sum(sent) != tokens  # not attention along the row
+        lengths = None if whole or key.shape[2] != tokens else documents(kwargs, rows, tokens)
+        if lengths is None:
+            return upstream(module, query, key, value, attention_mask, *args, **kwargs)
+        bias = kwargs.pop("position_bias", None)
+        if attention_mask is None and bias is None:
+
+            def causal(_, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [n, H, L, D] -> [n, L, H, D]
+                mask = least_above_diagonal(q.shape[2], q.dtype, q.device) if additive else None
+                return upstream(module, q, k, v, mask, *args, **kwargs)[0]
+
+            return by_document(causal, lengths, (query, key, value), dim=2), None
+        outputs = []
+        for start, end in pairwise(accumulate(lengths, initial=0)):
+            q, k, v = (x[:, :, start:end] for x in (query, key, value))
+            mask = None if attention_mask is None else attention_mask[..., start:end, start:end]
+            own = kwargs if bias is None else kwargs | {"position_bias": bias[..., start:end, start:end]}
+            outputs.append(upstream(module, q, k, v, mask, *args, **own)[0])
+        return torch.cat(outputs, 1), None
+
+    return attention
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def least_above_diagonal(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The additive causal mask [1, 1, L, L] of eager attention."""
+    full = torch.full((length, length), torch.finfo(dtype).min, dtype=dtype, device=device)
+    return full.triu(1)[None, None]
