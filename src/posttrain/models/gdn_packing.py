@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +30,7 @@ from transformers import PreTrainedModel
 from posttrain.errors import UserError
 from posttrain.models.packed import attention, dispatch
 from posttrain.models.packed.boundaries import boundaries
-from posttrain.models.packed.layers import mixers, modeling_module, stateful_layers, unreachable
+from posttrain.models.packed.layers import carried, mixers, modeling_module, unreachable
 from posttrain.models.packed.probe import WAY_OUT, PackingLeak, Probe
 from posttrain.models.shrink import tiny_copy
 
@@ -72,7 +73,7 @@ def patch(model: PreTrainedModel, device: torch.device | str | None = None, pack
             f"transformers {version} is installed; the layers are patched for >={SUPPORTED[0]},<{SUPPORTED[1]}. "
             f"Type: pip install 'transformers>={SUPPORTED[0]},<{SUPPORTED[1]}'"
         )
-    layers = stateful_layers(model)
+    layers = carried(model)
     if packed:
         _refuse(model, layers)
         attention.install(model)
@@ -85,10 +86,10 @@ def patch(model: PreTrainedModel, device: torch.device | str | None = None, pack
     return KernelReport(layers=_count(layers), kernels=kernels, warnings=warnings)
 
 
-def _refuse(model: PreTrainedModel, layers: list[nn.Module]) -> None:
+def _refuse(model: PreTrainedModel, layers: dict[nn.Module, set[str]]) -> None:
     """UserError where boundaries would not reach a stateful layer."""
-    for layer in layers:
-        if what := unreachable(layer):
+    for layer, carries in layers.items():
+        if what := unreachable(layer, carries):
             raise UserError(
                 f"packing=thd is not possible with {type(model).__name__}: the {' and '.join(sorted(what))} of "
                 f"its {type(layer).__name__} cannot be kept within one document of a row. {WAY_OUT}"
@@ -101,11 +102,11 @@ def _refuse(model: PreTrainedModel, layers: list[nn.Module]) -> None:
     if layers and getattr(model, "use_kernels", False):
         raise UserError(
             "packing=thd is not possible with use_kernels=True: hub kernels replace "
-            f"{type(layers[0]).__name__} as a whole. Load the model without it, or: {WAY_OUT}"
+            f"{type(next(iter(layers))).__name__} as a whole. Load the model without it, or: {WAY_OUT}"
         )
 
 
-def _count(layers: list[nn.Module]) -> dict[str, int]:
+def _count(layers: Iterable[nn.Module]) -> dict[str, int]:
     return dict(Counter(type(layer).__name__ for layer in layers))
 
 
@@ -114,7 +115,7 @@ def _device(model: PreTrainedModel, device: torch.device | str | None) -> torch.
 
 
 def _kernels_in_use(
-    model: PreTrainedModel, layers: list[nn.Module], device: torch.device, packed: bool
+    model: PreTrainedModel, layers: Iterable[nn.Module], device: torch.device, packed: bool
 ) -> tuple[dict[str, str], list[str]]:
     """Names of the implementations on `device`, and what to install where one is a slow one."""
     kernels, warnings = {}, []
@@ -127,9 +128,7 @@ def _kernels_in_use(
                     warnings.append(
                         f"{operation.name} runs its slow reference on {device.type}: pip install {operation.package}"
                     )
-    kernels["attention"] = str(getattr(model.config, "_attn_implementation", None))
-    if packed and kernels["attention"] in ("sdpa", "eager"):
-        kernels["attention"] += " by document"
+    kernels["attention"] = attention.describe(model, packed)
     if any(name.endswith("experts") for name, _ in model.named_modules()):
         kernels["experts"] = str(getattr(model.config, "_experts_implementation", None))
     return kernels, warnings
@@ -162,7 +161,7 @@ def verify(
             largest = max(probe.forward(), 0.0 if small is None else probe.gradients())
         finally:
             probe.model.train(was_training)
-    kernels, warnings = _kernels_in_use(model, stateful_layers(model), device, packed=True)
+    kernels, warnings = _kernels_in_use(model, carried(model), device, packed=True)
     return PackingProof(
         max_difference=largest,
         tolerance=probe.tolerance,

@@ -2,7 +2,8 @@
 
 transformers' sdpa and eager attention are called on the documents one by one, or on those of similar length as a
 batch: the cost is that of the sum of L^2 instead of T^2, and no mask is made where plain causal attention is meant.
-Flash attention is left alone: it takes the boundaries itself.
+Flash attention is left alone: it takes the boundaries itself. So are models whose attention does not go through
+transformers' attention interface with the arguments of the call: they have the mask made of position_ids.
 
 Symptoms this replaces. gpt_oss and granitemoehybrid make their mask without position_ids, so that documents attend
 to each other (logits off by 0.9 to 1.1 of the largest). The mask is bool [1, 1, T, T], 1 GB at T = 32,768. And
@@ -17,32 +18,52 @@ from contextvars import ContextVar
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from posttrain.models.packed.boundaries import by_document, documents
 from posttrain.models.packed.layers import mixers, modeling_module
+
+OURS = ("sdpa", "eager")
+DROPS_ARGUMENTS = {"git", "gpt_neo", "nemotron", "stablelm"}  # of the call, on the way to attention (transformers 5.23)
 
 # Boundaries of the model call that is running, for the masks, which a model makes before its first layer. The layers
 # never read it: they get theirs as arguments, which activation checkpointing keeps for the second forward.
 _call: ContextVar[tuple[tuple[int, ...], Tensor] | None] = ContextVar("packed model call", default=None)
 
 
-def install(model: nn.Module) -> None:
+def install(model: PreTrainedModel) -> None:
     """Replace transformers' sdpa and eager attention and their masks for `model`. Idempotent.
 
     Without boundaries the replacements are what they replace.
     """
-    for name in ("sdpa", "eager"):
+    for name in OURS:
         _replace_entry(AttentionMaskInterface, name, _mask)
     _replace_entry(AttentionInterface, "sdpa", _attention)
     _replace(masking_utils, "find_packed_sequence_indices", _document_numbers)
     for module in {modeling_module(layer) for layer in mixers(model)}:
         if hasattr(module, "eager_attention_forward"):
             _replace(module, "eager_attention_forward", functools.partial(_attention, additive=True))
+        if hasattr(module, "create_causal_mask"):
+            _replace(module, "create_causal_mask", _mask_for_the_model)
     if _begin not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_begin, with_kwargs=True)
         model.register_forward_hook(_end, always_call=True)
+
+
+def needs_no_mask(model: PreTrainedModel) -> bool:
+    """Whether the boundaries come to the attention of `model`, so that it can do without a mask."""
+    attends = {modeling_module(layer) for layer in mixers(model)}
+    through_the_interface = all(hasattr(module, "ALL_ATTENTION_FUNCTIONS") for module in attends)
+    return through_the_interface and model.config.model_type not in DROPS_ARGUMENTS
+
+
+def describe(model: PreTrainedModel, packed: bool) -> str:
+    """The attention of `model` in words."""
+    name = str(model.config._attn_implementation)
+    if not packed or name not in OURS:
+        return name
+    return f"{name} by document" if needs_no_mask(model) else f"{name} with a mask of [T, T]"
 
 
 def _replace(owner, name: str, make: Callable) -> None:
@@ -61,10 +82,10 @@ def _marked(upstream: Callable, make: Callable) -> Callable:
     return replacement
 
 
-def _begin(model: nn.Module, args: tuple, kwargs: dict) -> None:
+def _begin(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
     lengths, seq_idx = kwargs.get("document_lengths"), kwargs.get("seq_idx")
     packed = lengths is not None and seq_idx is not None and len(lengths) > 1
-    _call.set((lengths, seq_idx) if packed else None)
+    _call.set((lengths, seq_idx) if packed and needs_no_mask(model) else None)
 
 
 def _end(*_) -> None:
@@ -77,6 +98,21 @@ def _document_numbers(upstream: Callable) -> Callable:
         return upstream(position_ids) if call is None else call[1]
 
     return find_packed_sequence_indices
+
+
+def _mask_for_the_model(upstream: Callable) -> Callable:
+    """A model that wants the mask for uses of its own gets it whole."""
+
+    def create_causal_mask(*args, **kwargs) -> Tensor | None:
+        if kwargs.get("allow_is_causal_skip", True):
+            return upstream(*args, **kwargs)
+        call = _call.set(None)
+        try:
+            return upstream(*args, **kwargs)
+        finally:
+            _call.reset(call)
+
+    return create_causal_mask
 
 
 def _mask(upstream: Callable) -> Callable:

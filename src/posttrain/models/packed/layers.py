@@ -10,25 +10,30 @@ from torch import nn
 from posttrain.models.packed.dispatch import CONVOLUTION, OPERATIONS, STATE
 
 
-def carries(layer: nn.Module) -> set[str]:
-    """What the layer itself carries from token to token: it owns a decay, or a depthwise convolution."""
-    found = set()
-    if any(name in ("A_log", "dt_bias") for name, _ in layer.named_parameters(recurse=False)):
-        found.add(STATE)
-    convolutions = (child for child in layer.children() if isinstance(child, nn.Conv1d))
-    if any(1 < convolution.groups == convolution.in_channels for convolution in convolutions):
-        found.add(CONVOLUTION)
+def carried(model: nn.Module) -> dict[nn.Module, set[str]]:
+    """What the layers of a model carry from token to token: a decay says a state, a depthwise convolution itself.
+
+    The layer is the nearest module around it that knows its place in the stack (`layer_idx`), if there is one.
+    """
+    found: dict[nn.Module, set[str]] = {}
+
+    def look(module: nn.Module, layer: nn.Module | None) -> None:
+        layer = module if hasattr(module, "layer_idx") else layer
+        if any(name in ("A_log", "dt_bias") for name, _ in module.named_parameters(recurse=False)):
+            found.setdefault(layer or module, set()).add(STATE)
+        for child in module.children():
+            if isinstance(child, nn.Conv1d) and 1 < child.groups == child.in_channels:
+                found.setdefault(layer or module, set()).add(CONVOLUTION)
+            look(child, layer)
+
+    look(model, None)
     return found
 
 
-def stateful_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that carry a state along the row."""
-    return [module for module in model.modules() if carries(module)]
-
-
 def mixers(model: nn.Module) -> list[nn.Module]:
-    """Layers that move information along a row: the stateful ones and attention (which has a `layer_idx`)."""
-    return [module for module in model.modules() if hasattr(module, "layer_idx") or carries(module)]
+    """Layers that move information along a row: those that carry a state, and attention (which has a `layer_idx`)."""
+    stateful = carried(model)
+    return [module for module in model.modules() if hasattr(module, "layer_idx") or module in stateful]
 
 
 def modeling_module(layer: nn.Module) -> ModuleType:
@@ -36,8 +41,8 @@ def modeling_module(layer: nn.Module) -> ModuleType:
     return sys.modules[type(layer).forward.__module__]
 
 
-def unreachable(layer: nn.Module) -> set[str]:
-    """What the layer carries and no function of its modeling module could be told to keep apart."""
+def unreachable(layer: nn.Module, what: set[str]) -> set[str]:
+    """Those of `what` the layer carries that no function of its modeling module could be told to keep apart."""
     module = modeling_module(layer)
     reachable = (operation.carries for name, operation in OPERATIONS.items() if hasattr(module, name))
-    return carries(layer).difference(*reachable)
+    return what.difference(*reachable)

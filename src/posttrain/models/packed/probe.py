@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from posttrain.errors import UserError
 from posttrain.models.packed.boundaries import boundaries
 from posttrain.models.packed.dispatch import reached
-from posttrain.models.packed.layers import carries, mixers, stateful_layers
+from posttrain.models.packed.layers import carried, mixers
 
 WAY_OUT = "packing=padded works: it puts one document in a row."
 DOCUMENTS = (13, 1, 2, 65, 17, 64)  # lengths around the convolution's width and the chunk of 64
@@ -67,6 +67,7 @@ class Probe:
         whole = type(self.model).__name__
         owner = {p: type(layer).__name__ for layer in reversed(mixers(self.model)) for p in layer.parameters()}
         owner |= {p: whole for p in self.model.parameters() if p not in owner}  # mixers first, the last one first
+        owner = {p: name for p, name in owner.items() if p.requires_grad}
         target_TV = torch.randn(len(self.ids_T), self.vocabulary, device=self.device)
         embedded: list[Tensor] = []  # [1, T, D] of each run
 
@@ -99,13 +100,11 @@ class Probe:
 
     def _all_reached(self) -> None:
         """PackingLeak for a layer with a state that boundaries never came to, though no difference was seen."""
-        for layer in stateful_layers(self.model):
-            for what in sorted(carries(layer)):
+        for layer, carries in carried(self.model).items():
+            for what in sorted(carries):
                 if (layer, what) not in self.reached:
-                    name = type(layer).__name__
-                    raise PackingLeak(
-                        f"packing=thd is unsafe here: no boundaries reach the {what} of {name}. {WAY_OUT}"
-                    )
+                    where = f"the {what} of {type(layer).__name__}"
+                    raise PackingLeak(f"packing=thd is unsafe here: no boundaries reach {where}. {WAY_OUT}")
 
     def _run(self, ids_T: Tensor, lengths: tuple[int, ...]) -> Trace:
         """One row through the model: what each layer that mixes tokens made of it, and the logits."""
@@ -116,14 +115,18 @@ class Probe:
             running.append(layer)
 
         def after(layer: nn.Module, _, output) -> None:
-            trace.append((type(running.pop()).__name__, (output[0] if isinstance(output, tuple) else output)[0]))
+            made, name = output[0] if isinstance(output, tuple) else output, type(running.pop()).__name__
+            if isinstance(made, Tensor) and made.is_floating_point() and made.shape[:2] == (1, len(ids_T)):
+                trace.append((name, made[0]))
 
         hooks = [layer.register_forward_pre_hook(before) for layer in mixers(self.model)]
         hooks += [layer.register_forward_hook(after) for layer in mixers(self.model)]
         notice = reached.set(lambda what: self.reached.add((running[-1], what)))
         try:
             logits = self.model(input_ids=ids_T[None], **boundaries(lengths, self.device)).logits
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if logits.shape[1] != len(ids_T):
+                raise ValueError(f"{logits.shape[1]} logits for {len(ids_T)} tokens")
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             reason = str(error).strip().partition("\n")[0].rstrip(".")
             name = type(running[-1]).__name__
             raise PackingLeak(f"packing=thd: {name} cannot run a packed row: {reason}. {WAY_OUT}") from error
