@@ -2,8 +2,8 @@
 
     python benchmarks/gdn_packing.py [--repeats 7] [--threads 1]
 
-Forward and backward, fp32, on the CPU. Each pair runs in turn; the ratio is that of the medians. `by document` is
-the loop over documents that the reference kernels replace.
+Forward and backward, fp32, on the CPU. Each pair runs in turn; the ratio is that of the medians. For attention the
+usual way to pack, a mask of [T, T], is measured too.
 """
 
 import argparse
@@ -13,8 +13,11 @@ import statistics
 import time
 
 import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from posttrain.models.packed import kernels
+from posttrain.models.packed.attention import attention_by_document
 
 LENGTHS = {
     "[700, 5, 9, 300, 1, 1, 33, 999]": (700, 5, 9, 300, 1, 1, 33, 999),
@@ -48,7 +51,17 @@ def operations(tokens: int) -> dict:
     scan = [heads[0], rate, heads[1], heads[2]]
     x, weight = made(1, tokens, CHANNELS).detach().transpose(1, 2).requires_grad_(), made(CHANNELS, 4)
     norm = dict(use_qk_l2norm_in_kernel=True)
+    attend, attend_by_document = (
+        lambda q, k, v, f=f, **packed: f(nn.Identity(), *(x.transpose(1, 2) for x in (q, k, v)), None, **packed)[0]
+        for f in (sdpa_attention_forward, attention_by_document(sdpa_attention_forward))
+    )
     return {
+        "attention": (
+            attend,
+            lambda lengths, *a: attend_by_document(*a, document_lengths=lengths),
+            heads,
+        ),
+        "attention with a mask": (attend, lambda lengths, *a: masked_attention(lengths, *a), heads),
         "gated delta rule": (
             lambda q, k, v, g, b: gdn(q, k, v, g=g, beta=b, **norm)[0],
             lambda lengths, *a: kernels.delta_rule(gdn, *a, lengths, **norm)[0],
@@ -70,6 +83,13 @@ def operations(tokens: int) -> dict:
             [x, weight],
         ),
     }
+
+
+def masked_attention(lengths: tuple[int, ...], *heads: torch.Tensor) -> torch.Tensor:
+    """What packing costs without `attention by document`: sdpa with a mask of [T, T], made once a forward."""
+    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    mask = (number[:, None] == number).tril()[None, None]
+    return sdpa_attention_forward(nn.Identity(), *(x.transpose(1, 2) for x in heads), mask)[0]
 
 
 def milliseconds(function, inputs: list) -> float:

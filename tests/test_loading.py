@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    BloomConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5VisionConfig,
@@ -16,6 +18,7 @@ from transformers import (
 
 from posttrain.config import Architecture, Dtype, ModelConf
 from posttrain.errors import UserError
+from posttrain.models import loading
 from posttrain.models.loading import compute_dtype, end_token_ids, load, load_config
 from posttrain.models.tiny import EMBEDDED, tiny_config, tiny_tokenizer
 
@@ -95,3 +98,15 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path):
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="lacks 1 weights of the model, such as model.layers.1.mlp.up_proj.weight"):
         load(ModelConf(architecture=Architecture.qwen3_dense, path=str(tmp_path / "model")))
+
+
+def test_attention_auto_takes_flash_attention_where_it_can_run(monkeypatch):
+    qwen, gpt_oss = tiny_config("qwen3_5_dense"), GptOssConfig()
+    auto = ModelConf(dtype=Dtype.bf16)
+    assert loading.attention(auto, qwen) is None  # transformers' own choice
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(loading, "is_flash_attn_2_available", lambda: True)
+    assert loading.attention(auto, qwen) == loading.attention(auto, gpt_oss) == "flash_attention_2"
+    assert loading.attention(auto, BloomConfig()) is None
+    assert loading.attention(ModelConf(dtype=Dtype.fp32), qwen) is None
+    assert loading.attention(ModelConf(attention="sdpa"), qwen) == "sdpa"

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.utils import logging as huggingface_logging
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
 from posttrain.config import Architecture, Dtype, ModelConf
@@ -35,6 +44,17 @@ def compute_dtype(cfg: ModelConf) -> torch.dtype:
     return {Dtype.bf16: torch.bfloat16, Dtype.fp32: torch.float32}[cfg.dtype]
 
 
+def attention(cfg: ModelConf, config: PreTrainedConfig) -> str | None:
+    """transformers' attn_implementation for `cfg.attention`; None lets transformers choose (sdpa, or eager)."""
+    if cfg.attention != "auto":
+        return cfg.attention
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: the checkpoint's own code
+    takes_it = getattr(model_class, "_supports_flash_attn", False)
+    half = compute_dtype(cfg) is torch.bfloat16
+    runs = takes_it and half and torch.cuda.is_available() and is_flash_attn_2_available()
+    return "flash_attention_2" if runs else None
+
+
 def describe(cfg: ModelConf) -> str:
     """The weights in words, for the banner and the summary."""
     if cfg.path is None:
@@ -59,7 +79,7 @@ def load(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             path,
             config=config,
             dtype=torch.float32,
-            attn_implementation=cfg.attention,
+            attn_implementation=attention(cfg, config),
             use_safetensors=True,
             output_loading_info=True,
             **source,
@@ -83,7 +103,10 @@ def initialise(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         )
     stored_dtype = config.dtype
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=cfg.attention, trust_remote_code=cfg.trust_remote_code
+        config,
+        dtype=torch.float32,
+        attn_implementation=attention(cfg, config),
+        trust_remote_code=cfg.trust_remote_code,
     )
     return _ready(model, tokenizer, cfg, stored_dtype)
 

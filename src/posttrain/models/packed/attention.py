@@ -39,11 +39,11 @@ def install(model: PreTrainedModel) -> None:
     """
     for name in OURS:
         _replace_entry(AttentionMaskInterface, name, _mask)
-    _replace_entry(AttentionInterface, "sdpa", _attention)
+    _replace_entry(AttentionInterface, "sdpa", attention_by_document)
     _replace(masking_utils, "find_packed_sequence_indices", _document_numbers)
     for module in {modeling_module(layer) for layer in mixers(model)}:
         if hasattr(module, "eager_attention_forward"):
-            _replace(module, "eager_attention_forward", functools.partial(_attention, additive=True))
+            _replace(module, "eager_attention_forward", functools.partial(attention_by_document, additive=True))
         if hasattr(module, "create_causal_mask"):
             _replace(module, "create_causal_mask", _mask_for_the_model)
     if _begin not in model._forward_pre_hooks.values():
@@ -129,7 +129,7 @@ def _mask(upstream: Callable) -> Callable:
     return mask
 
 
-def _attention(upstream: Callable, additive: bool = False) -> Callable:
+def attention_by_document(upstream: Callable, additive: bool = False) -> Callable:
     """`upstream` on each document; `additive`: it takes causality from a mask of 0 and the least number only."""
 
     def attention(module, query, key, value, attention_mask=None, *args, **kwargs):
