@@ -56,8 +56,11 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
     device, packed = accelerator.device, cfg.packing.mode is PackingMode.thd
     kernels = gdn_packing.patch(model, device, packed=packed)
     proof = gdn_packing.verify(model, device, dtype) if packed and cfg.packing.verify else None
+    report = dataclasses.asdict(proof or kernels)
 
     task = make_task(cfg.task, tokenizer)
+    cost, longest = packing.estimated_cost(model), packing.longest(model)
+    report["warnings"] += packing.short_of_room(task.train, cfg.rollout.max_new_tokens, longest)
     end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
     model, optimizer = accelerator.prepare(model, optim.make_optimizer(model, cfg.optim))
     meter = None
@@ -79,7 +82,7 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
             "world_size": world,
             "device": device.type,
             "sharding": sharding(model),
-            "packing": {"mode": cfg.packing.mode, "verified": bool(proof), **dataclasses.asdict(proof or kernels)},
+            "packing": {"mode": cfg.packing.mode, "verified": bool(proof), **report},
             "task": {"train": len(task.train), "heldout": len(task.heldout), "dropped": task.dropped},
             "mfu": meter.summary() if meter else {"available": False, "reason": "metrics=none"},
             "resumed_from": str(resumed) if resumed else None,
@@ -101,11 +104,16 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
                 scored.sort(key=lambda pair: pair[0].group)  # stable: the samples of a group stay in order
                 rollouts, scores = [r for r, _ in scored], [s for _, s in scored]
 
-            # Advantages. A completion whose reward is NaN could not be scored: weight 0.
+            # Advantages. A completion whose reward is NaN could not be scored, and one beyond the model's positions is
+            # refused: weight 0.
             rewards_PG = torch.tensor([s["total"] for s in scores]).view(-1, cfg.rollout.group_size)
             advantages = losses.advantages(rewards_PG, cfg.loss.advantage_scale).flatten().tolist()
+            refused = [len(r) > longest for r in rollouts]
             weights = losses.token_weights(
-                [0 if math.isnan(a) else len(r.completion_ids) for a, r in zip(advantages, rollouts, strict=True)],
+                [
+                    0 if math.isnan(a) or out else len(r.completion_ids)
+                    for a, out, r in zip(advantages, refused, rollouts, strict=True)
+                ],
                 cfg.loss.aggregation,
                 cfg.rollout.max_new_tokens,
             )
@@ -114,12 +122,11 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
             # advantage is 0 add nothing to it but count in the weights: they are not computed.
             with timed(seconds, "update"):
                 documents = [
-                    packing.Document(rollout=r, advantage=a, weight=w)
-                    for r, a, w in zip(rollouts, advantages, weights, strict=True)
+                    packing.Document(rollout=r, advantage=a, weight=w, index=n)
+                    for n, (r, a, w) in enumerate(zip(rollouts, advantages, weights, strict=True))
                     if w and a
                 ]
-                spare = packing.Document(rollout=min(rollouts, key=len), advantage=0.0, weight=0.0)
-                plan = packing.plan(documents, spare, cfg.packing, world)
+                plan = packing.plan(documents, packing.spare(rollouts[0]), cfg.packing, world, cost)
                 micro_batches = [packing.build(row, cfg.packing, pad_id, device) for row in plan[rank]]
                 optim.set_learning_rate(optimizer, lr := optim.learning_rate(cfg.optim, step, cfg.steps))
                 trained, old_logprobs = {}, None  # of the policy that sampled: those of the first update, before it
@@ -131,7 +138,7 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
                 **reward_metrics(rewards_PG, scores),
                 **completion_metrics(rollouts),
                 **trained,
-                **packing.statistics(plan, cfg.packing),
+                **packing.statistics(plan, cfg.packing, cost, sum(refused)),
                 "learning_rate": lr,
                 "num_tokens": sum(map(len, rollouts)),
             }

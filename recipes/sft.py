@@ -40,6 +40,7 @@ def train(cfg: SFTConf, run_dir: Path) -> None:
     kernels = gdn_packing.patch(model, device, packed=packed)
     proof = gdn_packing.verify(model, device, dtype) if packed and cfg.packing.verify else None
     task = make_task(cfg.task, tokenizer)
+    cost, longest = packing.estimated_cost(model), packing.longest(model)
     end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
     model, optimizer = accelerator.prepare(model, optim.make_optimizer(model, cfg.optim))
 
@@ -71,14 +72,15 @@ def train(cfg: SFTConf, run_dir: Path) -> None:
             seconds, began = {}, time.perf_counter()
             with timed(seconds, "update"):
                 rollouts = [answer(problem) for problem in batch(task.train, cfg.batch_size, step, cfg.seed)]
-                lengths = [len(rollout.completion_ids) for rollout in rollouts]
+                refused = [len(rollout) > longest for rollout in rollouts]  # beyond the model's positions: weight 0
+                lengths = [0 if out else len(r.completion_ids) for out, r in zip(refused, rollouts, strict=True)]
                 weights = losses.token_weights(lengths, Aggregation.token_mean, max(lengths))
                 documents = [
-                    packing.Document(rollout=rollout, advantage=1.0, weight=weight)
-                    for rollout, weight in zip(rollouts, weights, strict=True)
+                    packing.Document(rollout=rollout, advantage=1.0, weight=weight, index=n)
+                    for n, (rollout, weight) in enumerate(zip(rollouts, weights, strict=True))
+                    if weight
                 ]
-                spare = packing.Document(rollout=min(rollouts, key=len), advantage=0.0, weight=0.0)
-                plan = packing.plan(documents, spare, cfg.packing, world)
+                plan = packing.plan(documents, packing.spare(rollouts[0]), cfg.packing, world, cost)
                 optim.set_learning_rate(optimizer, lr := optim.learning_rate(cfg.optim, step, cfg.steps))
                 total = torch.zeros((), device=device)
                 for n, row in enumerate(plan[rank]):
@@ -95,7 +97,7 @@ def train(cfg: SFTConf, run_dir: Path) -> None:
             tokens = sum(map(len, documents))
             metrics = {
                 **reduce_over_ranks({"loss": total}, dist.ReduceOp.SUM),
-                **packing.statistics(plan, cfg.packing),
+                **packing.statistics(plan, cfg.packing, cost, sum(refused)),
                 **performance_metrics(seconds, tokens, device),
                 "grad_norm": float(grad_norm),
                 "learning_rate": lr,

@@ -77,14 +77,14 @@ class ModelConf:
     revision: str | None = None  # hub branch, tag or commit
     trust_remote_code: bool = False  # run Python code that comes with the weights
     dtype: Dtype = Dtype.auto
-    attention: str = "sdpa"  # transformers' attn_implementation: sdpa, eager, flash_attention_2, ...
+    attention: str = "auto"  # transformers' attn_implementation; auto: flash_attention_2 if it can run, else sdpa
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more time
 
 
 @dataclass
 class PackingConf:
     mode: PackingMode = MISSING
-    tokens_per_row: int = 4096  # budget of one micro-batch; a longer document gets a row of its own
+    tokens_per_row: int = 4096  # budget of a micro-batch; a longer document has its own, within the model's limit
     pad_multiple: int = 1  # each row's length is rounded up to a multiple of this, by one padding document
     verify: bool = True  # thd only: prove at start, on a small copy of the layers, that documents do not leak
 

@@ -1,14 +1,15 @@
-"""Documents -> rows -> micro-batches, the same number on every rank.
+"""Documents -> rows -> micro-batches -> tensors.
 
-A document is one rollout, prompt and completion. `plan` is a pure function of what every rank knows (all
-rollouts), so all ranks compute the same plan and build their own share of it without a word to each other.
+    plan            the documents of each rank's micro-batches, equally many on every rank
+    build           the tensors of one micro-batch; boundaries are made here, on the host, and travel with the call
+    unpack          from the tensors back to documents
+    statistics      what the plan costs
 
 Shape suffixes: B rows of one micro-batch, T positions of a row, K positions whose logits are needed.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,22 +18,30 @@ import torch
 
 from posttrain.config import PackingConf, PackingMode
 from posttrain.models.gdn_packing import boundaries
-from posttrain.records import Rollout
+from posttrain.packing_plan import (
+    Document,
+    Row,
+    computed_lengths,
+    estimated_cost,
+    longest,
+    plan,
+    short_of_room,
+    spare,
+    statistics,
+)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """A rollout with what the loss needs of it."""
-
-    rollout: Rollout
-    advantage: float
-    weight: float  # of each completion token in the loss; 0 leaves the document out
-
-    def __len__(self) -> int:
-        return len(self.rollout)
-
-
-Plan = list[list[list[Document]]]  # [rank][micro-batch][document]
+__all__ = [
+    "Document",
+    "PackedRow",
+    "build",
+    "estimated_cost",
+    "longest",
+    "plan",
+    "short_of_room",
+    "spare",
+    "statistics",
+    "unpack",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,97 +59,46 @@ class PackedRow:
         return {**self.inputs, "logits_to_keep": self.kept_K}
 
 
-def plan(documents: Sequence[Document], spare: Document, cfg: PackingConf, ranks: int) -> Plan:
-    """Split documents into micro-batches of at most `cfg.tokens_per_row` tokens, equally many (not 0) on each rank.
-
-    A longer document gets a micro-batch of its own. Ranks with fewer micro-batches are filled up with `spare`, a
-    short document of weight 0, so that every rank takes part in every collective.
-    """
-    shares = _rows_per_rank(_fill(documents, cfg), ranks, cfg)
-    count = max(1, *map(len, shares))
-    return [share + [[spare]] * (count - len(share)) for share in shares]
-
-
-def build(row: list[Document], cfg: PackingConf, pad_id: int, device: torch.device) -> PackedRow:
+def build(row: Row, cfg: PackingConf, pad_id: int, device: torch.device) -> PackedRow:
     """The tensors of one micro-batch: one row of all documents (thd), or one row a document (padded)."""
     return (_padded_row if cfg.mode is PackingMode.padded else _thd_row)(row, cfg, pad_id, device)
 
 
-def statistics(plan: Plan, cfg: PackingConf) -> dict[str, float]:
-    """Real over computed tokens, and the busiest rank's computed tokens over the mean rank's."""
-    computed = [sum(_computed_tokens(row, cfg) for row in share) for share in plan]
-    real = sum(len(document) for share in plan for row in share for document in row if document.weight)
-    return {
-        **({"packing/fill": real / sum(computed)} if real else {}),  # nothing to train on: all is spare
-        "packing/rank_imbalance": max(computed) * len(computed) / sum(computed),
-        "packing/micro_batches": len(plan[0]),
-    }
-
-
-def _computed_tokens(row: list[Document], cfg: PackingConf) -> int:
+def unpack(values_BK: torch.Tensor, row: Row, cfg: PackingConf) -> dict[int, torch.Tensor]:
+    """What was computed for a row of `plan`: each completion's values, by its document's index. Spares are left out."""
+    spans = _spans(row)
     if cfg.mode is PackingMode.padded:
-        return len(row) * _round_up(max(map(len, row)), cfg)
-    return _round_up(sum(map(len, row)), cfg)
+        first = min(start for start, _ in spans)
+        parts = [values_K[start - first : end - first] for values_K, (start, end) in zip(values_BK, spans, strict=True)]
+    else:
+        parts = values_BK[0].split([end - start for start, end in spans])
+    return {document.index: part for document, part in zip(row, parts, strict=True) if document.index >= 0}
 
 
-def _round_up(length: int, cfg: PackingConf) -> int:
-    return length + -length % cfg.pad_multiple
+def _spans(row: Row) -> list[tuple[int, int]]:
+    """The positions, within each document, whose logits predict its completion."""
+    return [(len(d.rollout.prompt_ids) - 1, len(d) - 1) for d in row]
 
 
-def _fill(documents: Sequence[Document], cfg: PackingConf) -> list[list[Document]]:
-    longest_first = sorted(documents, key=len, reverse=True)
-    rows: list[list[Document]] = []
-    if cfg.mode is PackingMode.padded:  # neighbours in length share a micro-batch, which costs its longest times B
-        for document in longest_first:
-            if rows and len(rows[-1][0]) * (len(rows[-1]) + 1) <= cfg.tokens_per_row:
-                rows[-1].append(document)
-            else:
-                rows.append([document])
-        return rows
-    room: list[int] = []  # best-fit-decreasing
-    for document in longest_first:
-        fitting = [i for i, left in enumerate(room) if left >= len(document)]
-        if fitting:
-            best = min(fitting, key=room.__getitem__)
-            rows[best].append(document)
-            room[best] -= len(document)
-        else:
-            rows.append([document])
-            room.append(cfg.tokens_per_row - len(document))
-    return rows
-
-
-def _rows_per_rank(rows: list[list[Document]], ranks: int, cfg: PackingConf) -> Plan:
-    """Costliest rows first, each to the rank with the fewest tokens so far."""
-    shares: Plan = [[] for _ in range(ranks)]
-    load = [(0, rank) for rank in range(ranks)]
-    for row in sorted(rows, key=lambda row: _computed_tokens(row, cfg), reverse=True):
-        tokens, rank = heapq.heappop(load)
-        shares[rank].append(row)
-        heapq.heappush(load, (tokens + _computed_tokens(row, cfg), rank))
-    return shares
-
-
-def _thd_row(row: list[Document], cfg: PackingConf, pad_id: int, device: torch.device) -> PackedRow:
-    lengths = [len(document) for document in row]
-    total = sum(lengths)
-    padding = _round_up(total, cfg) - total  # one document of its own, never many of one token
-    ids = [i for d in row for i in (*d.rollout.prompt_ids, *d.rollout.completion_ids)] + [pad_id] * padding
+def _thd_row(row: Row, cfg: PackingConf, pad_id: int, device: torch.device) -> PackedRow:
+    lengths = computed_lengths(row, cfg)
+    ids = [i for d in row for i in (*d.rollout.prompt_ids, *d.rollout.completion_ids)]
+    ids += [pad_id] * (sum(lengths) - len(ids))
     positions, columns = [], []
-    for start, document in zip(itertools.accumulate(lengths[:-1], initial=0), row, strict=True):
-        first = start + len(document.rollout.prompt_ids) - 1  # these logits predict the first completion token
-        positions += range(first, first + len(document.rollout.completion_ids))
+    starts = itertools.accumulate(lengths, initial=0)  # the padding's too, which has no document
+    for document, (first, end), start in zip(row, _spans(row), starts, strict=False):
+        positions += range(start + first, start + end)
         columns += _columns(document)
-    inputs = boundaries([*lengths, padding] if padding else lengths, device)
+    inputs = boundaries(lengths, device)
     inputs["input_ids"] = torch.tensor([ids], device=device)
     return _row(inputs, positions, [columns], device)
 
 
-def _padded_row(row: list[Document], cfg: PackingConf, pad_id: int, device: torch.device) -> PackedRow:
+def _padded_row(row: Row, cfg: PackingConf, pad_id: int, device: torch.device) -> PackedRow:
     lengths = [len(document) for document in row]
-    width = _round_up(max(lengths), cfg)
+    width, *_ = computed_lengths(row, cfg)
     ids = [[*d.rollout.prompt_ids, *d.rollout.completion_ids] + [pad_id] * (width - len(d)) for d in row]
-    spans = [(len(d.rollout.prompt_ids) - 1, len(d) - 1) for d in row]
+    spans = _spans(row)
     first, last = min(s for s, _ in spans), max(e for _, e in spans)
     empty = (pad_id, 0.0, 0.0, 0.0)
     columns = [

@@ -115,7 +115,7 @@ def _common(cfg: JobConf) -> list[tuple[bool, str]]:
 
 
 def _training(cfg: GRPOConf | SFTConf, world: int) -> list[tuple[bool, str]]:
-    betas = cfg.optim.betas
+    betas, budget, pad = cfg.optim.betas, cfg.packing.tokens_per_row, cfg.packing.pad_multiple
     return [
         _least("evaluation.every", cfg.evaluation.every, 0),
         _least("steps", cfg.steps, 1),
@@ -127,8 +127,13 @@ def _training(cfg: GRPOConf | SFTConf, world: int) -> list[tuple[bool, str]]:
         _least("optim.weight_decay", cfg.optim.weight_decay, 0),
         (cfg.optim.max_grad_norm > 0, f"optim.max_grad_norm={cfg.optim.max_grad_norm}: must be above 0"),
         _least("optim.warmup_steps", cfg.optim.warmup_steps, 0),
-        _least("packing.tokens_per_row", cfg.packing.tokens_per_row, 1),
-        _least("packing.pad_multiple", cfg.packing.pad_multiple, 1),
+        _least("packing.tokens_per_row", budget, 1),
+        _least("packing.pad_multiple", pad, 1),
+        (
+            pad <= max(budget, 1),
+            f"packing.pad_multiple={pad}: rows of packing.tokens_per_row={budget} would be mostly padding; "
+            f"type packing.tokens_per_row={pad} or more",
+        ),
         _hybrid(cfg, world),
         *([_least("batch_size", cfg.batch_size, 1)] if isinstance(cfg, SFTConf) else []),
     ]

@@ -1,0 +1,206 @@
+"""Which document goes to which rank, micro-batch and row.
+
+A pure function of what every rank knows (all documents), so all ranks compute the same plan and build their own
+share of it without a word to each other. 100,000 documents take about a second on one core (benchmarks/packing.py).
+
+First documents to ranks, by FLOPs, then each rank's documents into rows, by tokens: rows are too few and too uneven
+to balance ranks with. Of the libraries on PyPI (binpacking 2.0.1, prtpy 0.8.3, numberpartitioning 0.0.2) the first
+two took 5 and 8 s to pack 10,000 documents and over 25 s for 100,000, the third only balances; and balancing, by the
+same greedy rule and as evenly as they do, is the heap of `_deal`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from posttrain.config import PackingConf, PackingMode
+from posttrain.errors import UserError
+from posttrain.flops import OUTPUT_PROJECTIONS, PassCost
+from posttrain.records import Problem, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A rollout with what the loss needs of it."""
+
+    rollout: Rollout
+    advantage: float
+    weight: float  # of each completion token in the loss; 0 leaves the document out
+    index: int  # place in the step's batch, by which a result finds its document on any rank
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+
+Row = list[Document]  # of one micro-batch
+Plan = list[list[Row]]  # [rank][micro-batch][document]
+
+
+def spare(rollout: Rollout) -> Document:
+    """The shortest document there is, one token of prompt and completion each, of weight 0."""
+    parts = {name: getattr(rollout, name)[:1] for name in ("prompt_ids", "completion_ids", "logprobs")}
+    return Document(rollout=replace(rollout, **parts), advantage=0.0, weight=0.0, index=-1)
+
+
+def plan(documents: Sequence[Document], spare: Document, cfg: PackingConf, ranks: int, cost: PassCost) -> Plan:
+    """Split documents into micro-batches of at most `cfg.tokens_per_row` tokens, equally many (not 0) on each rank.
+
+    A longer document gets a micro-batch of its own. Ranks have the same `cost` as nearly as documents allow, and their
+    costliest micro-batch first: under FSDP ranks wait for each other in every one. Ranks with fewer are filled up with
+    `spare`, so that every rank takes part in every collective.
+    """
+
+    def row_cost(row: Row) -> float:
+        return _row_cost(row, cfg, cost)
+
+    if cfg.mode is PackingMode.padded:  # rows of similar length need all documents to choose from
+        shares = _deal(_alike(documents, cfg.tokens_per_row), row_cost, ranks)
+    else:
+        by_rank = _deal(documents, lambda document: _cost(document, cost), ranks)
+        shares = [_best_fit(share, cfg.tokens_per_row) for share in by_rank]
+    count = max(1, *map(len, shares))
+    return [sorted(share, key=row_cost, reverse=True) + [[spare]] * (count - len(share)) for share in shares]
+
+
+def statistics(plan: Plan, cfg: PackingConf, cost: PassCost, refused: int = 0) -> dict[str, float]:
+    """Real over computed tokens, the busiest rank's FLOPs over the mean rank's, micro-batches of a rank.
+
+    `refused`, how many documents were left out because they exceed `longest`, is reported where there are any.
+    """
+    rows = [row for share in plan for row in share]
+    real = sum(len(document) for row in rows for document in row if document.weight)
+    load = [sum(_row_cost(row, cfg, cost) for row in share) for share in plan]
+    return {
+        # Without a document to train on all is spare.
+        **({"packing/fill": real / sum(sum(computed_lengths(row, cfg)) for row in rows)} if real else {}),
+        "packing/rank_imbalance": max(load) * len(load) / sum(load),
+        "packing/micro_batches": len(plan[0]),
+        **({"packing/refused": refused} if refused else {}),
+    }
+
+
+def longest(model: PreTrainedModel) -> float:
+    """Tokens of the longest document that the model has positions for; infinite where its config names no limit."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return math.inf if limit is None else limit
+
+
+def short_of_room(prompts: Sequence[Problem], max_new_tokens: int, limit: float) -> list[str]:
+    """A warning if some prompts and `max_new_tokens` exceed `limit`, see `longest`. Raises UserError if all do."""
+    lengths = sorted(len(prompt.prompt_ids) for prompt in prompts)
+    exceeding = sum(length + max_new_tokens > limit for length in lengths)
+    if not exceeding:
+        return []
+    what = f"rollout.max_new_tokens={max_new_tokens} and the model's {limit} positions"
+    least, most = (max(0, limit - length) for length in (lengths[-1], lengths[0]))
+    if exceeding < len(lengths):
+        return [f"{what}: too long beside {exceeding} of {len(lengths)} prompts, whose longest samples will be refused"]
+    advice = f"type rollout.max_new_tokens={least or most} or less" if most else "take a model of more positions"
+    raise UserError(f"{what}: no prompt leaves that many (they have {lengths[0]} to {lengths[-1]} tokens): {advice}")
+
+
+def estimated_cost(model: PreTrainedModel) -> PassCost:
+    """Forward FLOPs of any model, to within a fifth: enough to balance with. flops.py is exact, but not for any model.
+
+    2 a weight and token (of experts, those it passes), and 4 a channel and query-key pair in each attention layer.
+    What a recurrence does beside its projections is small and left out.
+    """
+    config, head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    named = (getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    experts = next(filter(None, named), 1)
+    passed = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    per_token = sum(
+        2 * weight.numel() * (passed if ".experts." in name else 1)
+        for name, weight in model.named_parameters()
+        if weight.ndim > 1 and weight is not head.weight and id(weight) not in looked_up
+    )
+    per_pair: Counter[int | None] = Counter()
+    for module in model.modules():
+        if getattr(module, "is_causal", None) is True:  # transformers' attention layers say so
+            output = next((child for name, child in module.named_children() if name in OUTPUT_PROJECTIONS), None)
+            per_pair[_window(module, config)] += 4 * getattr(output, "in_features", config.hidden_size)
+    return PassCost(per_token, 2 * head.weight.numel(), per_pair)
+
+
+def _window(attention: nn.Module, config) -> int | None:
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[attention.layer_idx] if kinds else None
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    return getattr(config, "sliding_window", None) if kind in (None, "sliding_attention") else None
+
+
+def _cost(document: Document, cost: PassCost) -> float:
+    return cost((len(document),), len(document.rollout.completion_ids))
+
+
+def _row_cost(row: Row, cfg: PackingConf, cost: PassCost) -> float:
+    return cost(computed_lengths(row, cfg), sum(len(document.rollout.completion_ids) for document in row))
+
+
+def computed_lengths(row: Row, cfg: PackingConf) -> list[int]:
+    """Tokens of each document as the model sees them: padded to the longest, or with a last document of padding."""
+    lengths = [len(document) for document in row]
+    if cfg.mode is PackingMode.padded:
+        longest = max(lengths)
+        return [longest + -longest % cfg.pad_multiple] * len(row)
+    padding = -sum(lengths) % cfg.pad_multiple  # a document of its own, never many of one token
+    return [*lengths, padding] if padding else lengths
+
+
+def _deal(items: Sequence, cost: Callable[..., float], ranks: int) -> list[list]:
+    """The costliest first, each to the rank with the least so far."""
+    shares: list[list] = [[] for _ in range(ranks)]
+    load = [(0.0, rank) for rank in range(ranks)]
+    costs = list(map(cost, items))
+    for n in sorted(range(len(items)), key=costs.__getitem__, reverse=True):
+        least, rank = load[0]
+        shares[rank].append(items[n])
+        heapq.heapreplace(load, (least + costs[n], rank))
+    return shares
+
+
+def _best_fit(documents: Sequence[Document], budget: int) -> list[Row]:
+    """Best fit decreasing: the longest first, each into the fullest row that still has room for it."""
+    rows: list[Row] = []
+    with_room: dict[int, list[Row]] = {}  # by tokens of room
+    rooms: list[int] = []  # those that a row has, ascending
+    for document in sorted(documents, key=len, reverse=True):
+        length = len(document)
+        at = bisect_left(rooms, length)
+        if at < len(rooms):
+            room = rooms[at]
+            row = with_room[room].pop()
+            if not with_room[room]:
+                del rooms[at]
+        else:
+            room, row = budget, []
+            rows.append(row)
+        row.append(document)
+        left = room - length
+        if left > 0:
+            alike = with_room.setdefault(left, [])
+            if not alike:
+                insort(rooms, left)
+            alike.append(row)
+    return rows
+
+
+def _alike(documents: Sequence[Document], budget: int) -> list[Row]:
+    """Neighbours in length: a padded micro-batch costs its longest document times their number."""
+    rows: list[Row] = []
+    for document in sorted(documents, key=len, reverse=True):
+        if rows and len(rows[-1][0]) * (len(rows[-1]) + 1) <= budget:
+            rows[-1].append(document)
+        else:
+            rows.append([document])
+    return rows
