@@ -25,7 +25,8 @@ from posttrain.models.packed.boundaries import by_document, documents
 from posttrain.models.packed.layers import mixers, modeling_module
 
 OURS = ("sdpa", "eager")
-DROPS_ARGUMENTS = {"git", "gpt_neo", "nemotron", "stablelm"}  # of the call, on the way to attention (transformers 5.23)
+# They lose the arguments of the call on the way to attention, or (doge) make a mask of the mask (transformers 5.23).
+WANT_A_MASK = {"doge", "git", "gpt_neo", "nemotron", "stablelm"}
 
 # Boundaries of the model call that is running, for the masks, which a model makes before its first layer. The layers
 # never read it: they get theirs as arguments, which activation checkpointing keeps for the second forward.
@@ -55,7 +56,7 @@ def needs_no_mask(model: PreTrainedModel) -> bool:
     """Whether the boundaries come to the attention of `model`, so that it can do without a mask."""
     attends = {modeling_module(layer) for layer in mixers(model)}
     through_the_interface = all(hasattr(module, "ALL_ATTENTION_FUNCTIONS") for module in attends)
-    return through_the_interface and model.config.model_type not in DROPS_ARGUMENTS
+    return through_the_interface and model.config.model_type not in WANT_A_MASK
 
 
 def describe(model: PreTrainedModel, packed: bool) -> str:
