@@ -95,7 +95,7 @@ def _progress(checks: list[Check], what: str):
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, UserError):
-        return str(error).removesuffix(WAY_OUT).strip()
+        return str(error).removeprefix("packing=thd is unsafe here: ").removesuffix(WAY_OUT).strip()
     return f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}".rstrip(".: ")
 
 

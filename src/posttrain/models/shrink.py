@@ -109,7 +109,7 @@ def _exact(named: dict) -> dict[str, float]:
     heads, was = named.get("num_attention_heads") or 1, named.get("hidden_size")
     if not was:
         return {}
-    width = named.get("head_dim") or max(was // heads, 1)
+    width = named.get("head_dim") or -(-was // heads // 8) * 8  # grouped experts multiply rows of whole 16 bytes
     # a layer may take its heads to fill the hidden size; heads this wide never do, and 64 is cheaper
     free = named.get("head_dim") and (was // heads != width or width > 128)
     hidden = 64 if free or heads == 1 else 2 * width

@@ -25,8 +25,8 @@ from posttrain.models.packed.boundaries import by_document, documents
 from posttrain.models.packed.layers import mixers, modeling_module
 
 OURS = ("sdpa", "eager")
-# They lose the arguments of the call on the way to attention, or (doge) make a mask of the mask (transformers 5.23).
-WANT_A_MASK = {"doge", "git", "gpt_neo", "nemotron", "stablelm"}
+# They lose the arguments of the call on the way to attention (transformers 5.23).
+WANT_A_MASK = {"git", "gpt_neo", "nemotron", "stablelm"}
 
 # Boundaries of the model call that is running, for the masks, which a model makes before its first layer. The layers
 # never read it: they get theirs as arguments, which activation checkpointing keeps for the second forward.
