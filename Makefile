@@ -32,6 +32,11 @@ test-slow: install ## real weights and other environments
 test-gpu: install ## needs one CUDA device and requirements-gpu.txt
 	$(RUN) -m pytest -m gpu $(ARGS)
 
+COMPAT ?= 5.14.1 5.15.0 5.17.0 5.19.0 5.23.0
+
+test-compat: install ## the packing tests on other versions of transformers; COMPAT="5.17.0 ..."
+	$(RUN) tests/compat.py $(COMPAT)
+
 lint: install ## ruff
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -48,10 +53,11 @@ tiny: install ## train the embedded tiny models again, from random weights to a 
 	  install -m 644 outputs/tiny/$$name/model/* $(EMBEDDED)/$$name/ || exit 1; \
 	done
 
-bench: install ## time from the command to the first update
+bench: install ## time from the command to the first update; packing and balance
 	$(RUN) benchmarks/startup.py
+	$(RUN) benchmarks/packing.py
 
 clean: ## remove the environment and caches, not outputs/
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-compat .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help install install-gpu train test test-slow test-gpu lint tiny bench clean
+.PHONY: help install install-gpu train test test-slow test-gpu test-compat lint tiny bench clean

@@ -2,6 +2,7 @@
 
 import time
 
+import fused_cases
 import pytest
 import torch
 from conftest import SMALL, command
@@ -16,9 +17,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 HYBRIDS = [Architecture.qwen3_5_dense, Architecture.qwen3_5_moe, Architecture.qwen3_next]
+DTYPES = [torch.bfloat16, torch.float32]
+# Relative to the largest value: inputs of fp32 are multiplied with 10 bits of mantissa, those of bf16 have 8.
+TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.03}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("architecture", list(Architecture)[1:])
 def test_packing_cannot_leak_on_the_device(architecture, dtype):
     model, _ = load(ModelConf(architecture=architecture))
@@ -37,6 +41,75 @@ def test_the_device_agrees_with_the_cpu(architecture):
         wanted = model(input_ids=ids, **gdn_packing.boundaries(lengths, "cpu")).logits
         found = model.cuda()(input_ids=ids.cuda(), **gdn_packing.boundaries(lengths, "cuda")).logits.cpu()
     assert (found - wanted).abs().max() < 2e-2 * wanted.abs().max()
+
+
+def assert_each_document_alone(found, dtype):
+    assert max(found["outputs"], found["reference_outputs"]) < TOLERANCE[dtype]
+    assert max(found["gradients"], found["reference_gradients"]) < 2 * TOLERANCE[dtype]
+    assert found["boundaries_dropped"] > 0.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [fused_cases.DOCUMENTS, (1,) * 64], ids=["mixed", "one_token_each"])
+@pytest.mark.parametrize(("name", "kernel"), [("qwen3_5", "chunk_gated_delta_rule"), ("kimi_linear", "chunk_kda")])
+def test_fused_delta_rules_equal_each_document_alone(name, kernel, lengths, dtype):
+    found = fused_cases.delta_rule(name, lengths, "cuda", dtype)
+    assert found["kernels"][0].endswith(kernel)
+    assert_each_document_alone(found, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [fused_cases.DOCUMENTS, (1,) * 64, (3, 3, 1, 2, 4099)], ids=len)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("by_fla", [False, True])
+def test_fused_convolutions_equal_each_document_alone(by_fla, bias, lengths, dtype):
+    """causal-conv1d where it is installed, and flash-linear-attention's in any case."""
+    found = fused_cases.convolution(lengths, bias, "silu", "cuda", dtype, by_fla=by_fla)
+    assert found["kernels"] != ["reference (torch)"]
+    assert_each_document_alone(found, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", fused_cases.CONFIGS)
+def test_a_packed_row_equals_its_documents_in_calls_of_their_own(name, dtype):
+    """Logits, gradients, and a single document after the packed row."""
+    found = fused_cases.whole_model(name, "cuda", dtype, alone_fused=True)
+    assert "reference (torch)" not in found["kernels"]
+    assert max(found["outputs"], found["after_a_packed_row"]) < TOLERANCE[dtype]
+    assert found["gradients"] < 0.1
+
+
+def test_boundaries_that_do_not_reach_a_fused_kernel_are_noticed():
+    found = fused_cases.forgetful_model("qwen3_5", "cuda")
+    assert found["boundaries_dropped"] > 0.1
+    assert "Qwen3_5GatedDeltaNet" in found["refused"]
+
+
+@pytest.fixture
+def no_waiting():
+    """From here on whatever makes the host wait for the device raises."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_waiting_for_the_device_raises_where_it_is_forbidden(no_waiting):
+    number = torch.ones((), device="cuda")
+    no_waiting()
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        number.item()
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, "kimi_linear"])
+def test_a_packed_forward_never_waits_for_the_device(name, no_waiting):
+    """Of rows with the same boundaries: the first one copies its indices from the host and tunes the kernels."""
+    model = fused_cases.build(name, "cuda") if name == "kimi_linear" else load(ModelConf(architecture=name))[0].cuda()
+    gdn_packing.patch(model, "cuda")
+    where = gdn_packing.boundaries(fused_cases.DOCUMENTS, "cuda")
+    ids = torch.arange(sum(fused_cases.DOCUMENTS), device="cuda")[None] % 97
+    model(input_ids=ids, **where).logits.sum().backward()
+    torch.cuda.synchronize()
+    no_waiting()
+    model(input_ids=ids, **where)
 
 
 @pytest.mark.parametrize("packing", ["thd", "padded"])

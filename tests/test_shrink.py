@@ -14,6 +14,7 @@ qwen3_5_text qwen3_5_moe_text qwen3_next olmo_hybrid kimi_linear bailing_hybrid 
 granitemoehybrid lfm2 lfm2_moe zamba2 jamba recurrent_gemma gemma3_text gemma3n_text gemma4_text gpt_oss deepseek_v3
 llama llama4_text mixtral qwen2_moe ernie4_5_moe longcat_flash dbrx gpt2 falcon opt bart
 """.split()
+SAMPLE = [name for name in SAMPLE if name in architectures()]  # not all are in older versions of transformers
 NEEDS_ANOTHER_MODEL = {"gemma4_assistant", "gemma4_unified_assistant"}  # drafts from the states of a larger model
 NOT_PLAIN_TEXT = {"musicgen", "musicgen_melody"}  # several codebooks a position
 

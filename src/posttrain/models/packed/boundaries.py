@@ -36,13 +36,15 @@ def boundaries(lengths: Sequence[int], device: torch.device | str) -> dict[str, 
     position_ids = torch.arange(sum(lengths)) - starts[:-1].repeat_interleave(counts)
     seq_idx = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(counts)
     offsets = starts.to(device, torch.int32)
+    seq_idx = seq_idx[None].to(device)
+    seq_idx.document_lengths = lengths  # lfm2 hands on seq_idx alone (transformers 5.17)
     return {
         "position_ids": position_ids[None].to(device),
         "cu_seq_lens_q": offsets,
         "cu_seq_lens_k": offsets,
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
-        "seq_idx": seq_idx[None].to(device),
+        "seq_idx": seq_idx,
         "document_lengths": lengths,
         "use_cache": False,
     }
@@ -54,10 +56,9 @@ def documents(boundaries: dict, rows: int, tokens: int) -> tuple[int, ...] | Non
     Reads `document_lengths`; a caller who sends only `cu_seqlens` or `seq_idx` pays a device synchronisation.
     Errors: ValueError if the documents do not fill exactly one row, or the boundaries disagree.
     """
-    lengths = boundaries.get("document_lengths")
+    lengths, seq_idx = boundaries.get("document_lengths"), boundaries.get("seq_idx")
     sent = (boundaries.get(name) for name in ("cu_seqlens", "cu_seq_lens_q"))
     offsets = next((tensor for tensor in sent if tensor is not None), None)
-    seq_idx = boundaries.get("seq_idx")
     if lengths is not None:
         if offsets is not None and len(offsets) != len(lengths) + 1:
             raise ValueError(f"{len(lengths)} document_lengths, but {len(offsets) - 1} documents in cu_seqlens")
@@ -69,7 +70,9 @@ def documents(boundaries: dict, rows: int, tokens: int) -> tuple[int, ...] | Non
     elif seq_idx is not None:
         if rows != 1:
             raise ValueError(f"seq_idx needs one row [1, T], got {rows} rows")
-        lengths = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
+        lengths = getattr(seq_idx, "document_lengths", None)  # of one that `boundaries` made
+        if lengths is None:
+            lengths = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
     if lengths is None or len(lengths) == 1:
         return None
     if rows != 1 or sum(lengths) != tokens:
@@ -110,8 +113,8 @@ def bucket_plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[Bu
         real = position < length
         inverse[index[real]] = place[real]
         done += index.numel()
-        buckets.append(Bucket(size, starts[members[0]], index.to(device)))
-    return buckets, inverse.to(device)
+        buckets.append(Bucket(size, starts[members[0]], _on(device, index)))
+    return buckets, _on(device, inverse)
 
 
 def by_document(
@@ -153,7 +156,7 @@ def edge_plan(lengths: tuple[int, ...], width: int, device: torch.device) -> Edg
     first = [[start + k for start, end in spans if start + k < end] for k in range(width)]
     last = [[end - 1 - k for start, end in spans if start <= end - 1 - k] for k in range(width)]
     return Edges(
-        *([torch.tensor(positions, dtype=torch.long, device=device) for positions in side] for side in (first, last))
+        *([_on(device, torch.tensor(positions, dtype=torch.long)) for positions in side] for side in (first, last))
     )
 
 
@@ -161,7 +164,7 @@ def edge_plan(lengths: tuple[int, ...], width: int, device: torch.device) -> Edg
 @torch.inference_mode(False)
 def cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Cumulative lengths, int32 [N + 1]. Cached: flash-linear-attention keys its index cache on identity."""
-    return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
+    return _on(device, torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32))
 
 
 @lru_cache(maxsize=16)
@@ -169,4 +172,9 @@ def cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 def document_index(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """The document number of each token, int32 [1, T]."""
     numbers = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
-    return numbers.repeat_interleave(torch.tensor(lengths, device="cpu"))[None].to(device)
+    return _on(device, numbers.repeat_interleave(torch.tensor(lengths, device="cpu"))[None])
+
+
+def _on(device: torch.device, made: Tensor) -> Tensor:
+    """A copy that the host does not wait for."""
+    return made.to(device, non_blocking=True)

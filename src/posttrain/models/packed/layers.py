@@ -38,7 +38,8 @@ def mixers(model: nn.Module) -> list[nn.Module]:
 
 def modeling_module(layer: nn.Module) -> ModuleType:
     """The file of transformers that the layer's forward looks its functions up in."""
-    return sys.modules[type(layer).forward.__module__]
+    owner = next(base for base in type(layer).__mro__ if "forward" in vars(base))  # a decorator may hide forward's own
+    return sys.modules[owner.__module__]
 
 
 def unreachable(layer: nn.Module, what: set[str]) -> set[str]:
