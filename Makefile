@@ -23,6 +23,16 @@ install-gpu: install ## the same and requirements-gpu.txt
 train: install ## train the embedded tiny model with GRPO on a packed task (minutes on a laptop); ARGS="steps=10 ..."
 	$(RUN) recipes/grpo.py model=qwen3_5_dense packing=thd $(ARGS)
 
+sweep: install ## the four sharding strategies on 4 ranks, for the notebooks (about 5 minutes); ARGS="steps=50 ..."
+	$(RUN) recipes/grpo.py -m sweep=laptop $(ARGS)
+
+notebook: install ## open the notebooks, on the newest runs in outputs/grpo
+	$(RUN) -m pip install --disable-pip-version-check -r requirements-notebooks.txt
+	$(RUN) -m jupyterlab notebooks/mfu_curves.ipynb
+
+pictures: install ## docs/pictures from the newest sweep, by running the notebooks
+	PICTURES=$(CURDIR)/docs/pictures $(VENV)/bin/jupyter-execute notebooks/mfu_curves.ipynb notebooks/sharding_sweep.ipynb
+
 test: install ## the tests for everyone: no GPU, no network
 	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
@@ -53,11 +63,12 @@ tiny: install ## train the embedded tiny models again, from random weights to a 
 	  install -m 644 outputs/tiny/$$name/model/* $(EMBEDDED)/$$name/ || exit 1; \
 	done
 
-bench: install ## time from the command to the first update; packing and balance
+bench: install ## time from the command to the first update; packing and balance; the meter's share of a step
 	$(RUN) benchmarks/startup.py
 	$(RUN) benchmarks/packing.py
+	$(RUN) benchmarks/mfu.py
 
 clean: ## remove the environment and caches, not outputs/
 	rm -rf $(VENV) .venv-compat .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help install install-gpu train test test-slow test-gpu test-compat lint tiny bench clean
+.PHONY: help install install-gpu train sweep notebook pictures test test-slow test-gpu test-compat lint tiny bench clean

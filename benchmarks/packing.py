@@ -137,7 +137,7 @@ def main() -> None:
             vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
             num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
         )  # fmt: skip
-        cost = packing_plan.estimated_cost(AutoModelForCausalLM.from_config(shape))
+        cost = packing_plan.document_cost(AutoModelForCausalLM.from_config(shape))
     short = PackingConf(mode=PackingMode.thd, tokens_per_row=4096, pad_multiple=64)
     print(__doc__)
     table(

@@ -11,25 +11,18 @@ difference from each document alone, as a part of the largest value. Exit status
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import difflib
 import json
 import sys
-import textwrap
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from posttrain.errors import UserError
 from posttrain.models import gdn_packing
-from posttrain.models.architectures import architectures, tiny
 from posttrain.models.packed.probe import WAY_OUT
-from posttrain.models.shrink import tiny_copy
+from posttrain.models.survey import Builder, arguments, builders, one_line, progress, summary, table, versions
 
 DOCUMENTS = (13, 2, 17)
 
@@ -63,10 +56,10 @@ def position_ids_only(model: PreTrainedModel) -> float:
     return float((packed_TV - alone_TV).abs().max() / alone_TV.abs().max())
 
 
-def check(builders: dict[str, Callable[[], PreTrainedModel]]) -> list[Check]:
+def check(builders: dict[str, Builder]) -> list[Check]:
     """One result a builder. All the leaks first: `patch` holds for the process and all models that share a function."""
     checks = [Check(architecture=name) for name in builders]
-    for result in _progress(checks, "position_ids only"):
+    for result in progress(checks, "position_ids only"):
         try:
             model = builders[result.architecture]()
         except Exception as error:  # of whatever kind: the reason is what the table shows
@@ -76,7 +69,7 @@ def check(builders: dict[str, Callable[[], PreTrainedModel]]) -> list[Check]:
             result.position_ids_only = position_ids_only(model)
         except Exception as error:
             result.position_ids_error = _one_line(error)
-    for result in _progress([result for result in checks if result.verdict != "not built"], "probe"):
+    for result in progress([result for result in checks if result.verdict != "not built"], "probe"):
         model = builders[result.architecture]()
         try:
             gdn_packing.patch(model)
@@ -87,34 +80,10 @@ def check(builders: dict[str, Callable[[], PreTrainedModel]]) -> list[Check]:
     return checks
 
 
-def _progress(checks: list[Check], what: str):
-    for done, result in enumerate(checks, 1):
-        print(f"{what} {done}/{len(checks)} {result.architecture}", file=sys.stderr, flush=True)
-        yield result
-
-
 def _one_line(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error).removeprefix("packing=thd is unsafe here: ").removesuffix(WAY_OUT).strip()
-    return f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}".rstrip(".: ")
-
-
-def checkpoint(path: str) -> Callable[[], PreTrainedModel]:
-    """Builds a tiny copy of the model at `path`, which is a directory or a name on the hub. Errors: UserError."""
-    try:
-        config = AutoConfig.from_pretrained(path).get_text_config(decoder=True)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"--path {path}: {_one_line(error)}. Give a directory or a hub name.") from error
-
-    def build() -> PreTrainedModel:
-        torch.manual_seed(0)
-        if (small := tiny_copy(model, torch.device("cpu"), torch.float32)) is None:
-            raise ValueError(f"no tiny model of the layer classes of {type(model).__name__}")
-        return small.eval()
-
-    return build
+    return one_line(error)
 
 
 def text(checks: list[Check], markdown: bool) -> str:
@@ -128,43 +97,16 @@ def text(checks: list[Check], markdown: bool) -> str:
         kernels = ", ".join(f"{operation}: {kernel}" for operation, kernel in result.kernels.items())
         verdict = result.verdict if result.reason is None else f"{result.verdict}: {result.reason}"
         rows.append([result.architecture, alone, ours, kernels, verdict])
-    if markdown:
-        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-        lines.insert(1, "|" + "---|" * len(rows[0]))
-    else:
-        widths = [min(max(map(len, column)), 48) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
-    counts = [f"{sum(c.verdict == verdict for c in checks)} {verdict}" for verdict in ("packs", "refused", "not built")]
-    summary = f"{len(checks)} architectures: {', '.join(counts)} ({versions()})"
-    return "\n".join([*lines, "", summary])
-
-
-def versions() -> str:
-    return f"transformers {transformers.__version__}, torch {torch.__version__}"
+    return table(rows, markdown) + "\n\n" + summary([c.verdict for c in checks], ("packs", "refused", "not built"))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("architectures", nargs="*", help="model types of transformers; all of them by default")
-    parser.add_argument("--path", help="one checkpoint instead: a directory, or a name on the hub")
-    parser.add_argument("--json", action="store_true", help="the whole result, for programs")
-    parser.add_argument("--markdown", action="store_true", help="the table, for documents")
-    args = parser.parse_args()
-    known = architectures()
-    for name in (name for name in args.architectures if name not in known):
-        near = difflib.get_close_matches(name, known, 3) or ["no name at all, for every architecture"]
-        print(f"transformers knows no causal language model {name!r}. Type: {', '.join(near)}", file=sys.stderr)
-        return 2
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # for tiny tensors more are slower
+    args = arguments(__doc__)
     try:
-        builders = {args.path: checkpoint(args.path)} if args.path else {}
+        checks = check(builders(args))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    names = args.architectures or ([] if args.path else known)
-    checks = check(builders | {name: lambda name=name: tiny(name) for name in names})
     if args.json:
         found = {"versions": versions(), "documents": DOCUMENTS, "checks": [dataclasses.asdict(c) for c in checks]}
         print(json.dumps(found, indent=2))

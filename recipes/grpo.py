@@ -59,7 +59,7 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
     report = dataclasses.asdict(proof or kernels)
 
     task = make_task(cfg.task, tokenizer)
-    cost, longest = packing.estimated_cost(model), packing.longest(model)
+    cost, longest = packing.document_cost(model), packing.longest(model)
     report["warnings"] += packing.short_of_room(task.train, cfg.rollout.max_new_tokens, longest)
     end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
     model, optimizer = accelerator.prepare(model, optim.make_optimizer(model, cfg.optim))
@@ -88,6 +88,7 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
             "resumed_from": str(resumed) if resumed else None,
         }
         tracker.start(facts)
+        warmup = True  # the first step compiles, and one after a pause finds caches cold
         for step in range(start, cfg.steps):
             seconds, began = {}, time.perf_counter()
 
@@ -151,19 +152,27 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
                 for _ in range(cfg.loss.updates_per_rollout):
                     meter.record("update", [len(d) for d in documents], predicted, training=True)
             seconds["step"] = time.perf_counter() - began
-            metrics |= performance_metrics(seconds, metrics["num_tokens"], device)
-            metrics |= meter.metrics(seconds, first_step=step == start) if meter else {}
+            metrics |= performance_metrics(seconds, metrics["num_tokens"], device, warmup)
+            metrics |= meter.metrics(seconds) if meter else {}
             tracker.log(step + 1, metrics)
+            if meter and meter.reason != facts["mfu"]["reason"]:  # it failed in this step
+                facts["mfu"] = meter.summary()
+                tracker.summary(mfu=facts["mfu"])
 
+            pauses: dict[str, float] = {}  # between two steps, in the time of neither
             if cfg.evaluation.every and (step + 1) % cfg.evaluation.every == 0 and step + 1 < cfg.steps:
-                tracker.log(step + 1, evaluate(model, task, tokenizer, cfg, end_ids))
+                with timed(pauses, "evaluation"):
+                    held_out = evaluate(model, task, tokenizer, cfg, end_ids)
+                tracker.log(step + 1, held_out and held_out | {"time/evaluation": pauses["evaluation"]})
             if cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0:  # after the records that it stands for
-                with timed(saving := {}, "checkpoint"):
+                with timed(pauses, "checkpoint"):
                     checkpoint.save(accelerator, model, run_dir, step + 1, cfg.checkpoint.keep)
-                tracker.log(step + 1, {"time/checkpoint": saving["checkpoint"]})
+                tracker.log(step + 1, {"time/checkpoint": pauses["checkpoint"]})
+            warmup = bool(pauses)
 
-        held_out = evaluate(model, task, tokenizer, cfg, end_ids)
-        tracker.log(cfg.steps, held_out)
+        with timed(pauses := {}, "evaluation"):
+            held_out = evaluate(model, task, tokenizer, cfg, end_ids)
+        tracker.log(cfg.steps, held_out and held_out | {"time/evaluation": pauses["evaluation"]})
         tracker.summary(evaluation=held_out)
         if cfg.checkpoint.export:
             checkpoint.export(accelerator, model, tokenizer, run_dir / "model")

@@ -40,7 +40,7 @@ def train(cfg: SFTConf, run_dir: Path) -> None:
     kernels = gdn_packing.patch(model, device, packed=packed)
     proof = gdn_packing.verify(model, device, dtype) if packed and cfg.packing.verify else None
     task = make_task(cfg.task, tokenizer)
-    cost, longest = packing.estimated_cost(model), packing.longest(model)
+    cost, longest = packing.document_cost(model), packing.longest(model)
     end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
     model, optimizer = accelerator.prepare(model, optim.make_optimizer(model, cfg.optim))
 

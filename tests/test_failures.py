@@ -70,19 +70,18 @@ def test_any_causal_language_model_by_path(tmp_path):
     assert summary["mfu"]["available"]
 
 
-def test_a_model_whose_state_would_leak_is_refused_for_thd_and_runs_padded_without_mfu(tmp_path):
+def test_a_model_that_would_leak_is_refused_for_thd_and_runs_padded_without_mfu(tmp_path):
     """The same model shows what a failed sizing looks like: the run goes on, and the absence is in every place."""
-    from transformers import FalconH1Config
+    from transformers import DogeConfig
 
-    mamba = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, head_dim=16)
-    path = save_untrained(tmp_path, FalconH1Config(**SHAPE, **mamba), "falcon")
+    path = save_untrained(tmp_path, DogeConfig(**SHAPE, keep_window_size=64), "doge")  # keeps the best keys of a row
     process, summary = run(tmp_path / "thd", "model=auto", f"model.path={path}")
-    assert process.returncode == 2 and "FalconH1Mixer" in process.stdout and "packing=padded" in process.stdout
+    assert process.returncode == 2 and "DogeAttention leaks" in process.stdout and "packing=padded" in process.stdout
 
     process, summary = run(tmp_path / "padded", "model=auto", f"model.path={path}", "packing=padded")
     assert process.returncode == 0, process.stdout
     assert summary["status"] == "completed" and not summary["mfu"]["available"]
-    assert "FalconH1Mixer" in summary["mfu"]["reason"] and summary["mfu"]["reason"] in process.stdout
+    assert "DogeDecoderLayer" in summary["mfu"]["reason"] and summary["mfu"]["reason"] in process.stdout
     records = [json.loads(line) for line in (tmp_path / "padded/run/metrics.jsonl").read_text().splitlines()]
     for record in (r for r in records if "loss" in r):
         assert record["perf/mfu_unavailable"] == 1 and "perf/mfu" not in record

@@ -1,4 +1,4 @@
-"""flops.py against torch's FLOP counter on running models, and against formulas in config fields."""
+"""flops against torch's FLOP counter on running models, and against formulas in config fields."""
 
 import pytest
 import torch
@@ -8,7 +8,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from posttrain.flops import causal_pairs, size
+from posttrain.flops import Chunk, PassCost, causal_pairs, counter, forward_flops, size
+from posttrain.models import gdn_packing
+from posttrain.models.architectures import tiny
 
 TOKENS = 70  # more than one chunk of the gated delta rule, and no multiple of it
 CHUNK = 64
@@ -101,6 +103,81 @@ def counters_excess(config, tokens):
     return excess
 
 
+# Against the counter that sees what the mathematics needs. Attention that upstream keeps apart by position_ids:
+BY_POSITION = [
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "gemma2", "gemma3"),
+    *("deepseek_v3", "olmo2", "olmo_hybrid", "phi", "starcoder2", "gpt2", "gpt_neox", "cohere", "dbrx", "glm4_moe"),
+    *("granite", "kimi_linear", "falcon_h1", "mamba2", "mamba", "lfm2", "jamba"),
+]
+BY_BOUNDARIES = ["opt", "gpt_oss", "llama"]  # by ours, document by document, but dense within each
+IN_A_ROW = ["llama4_text", "bart", "bert"]  # not kept apart
+DENSE = ["falcon", "gpt_neo", "bloom"]  # a multiplication of every query and key, then the mask
+
+
+@pytest.mark.parametrize("model_type", [*BY_POSITION, *BY_BOUNDARIES[:2], *IN_A_ROW])
+def test_a_document_equals_what_its_mask_lets_the_counter_see(model_type):
+    model = tiny(model_type)
+    seen, attention_was_seen = counter.count(model, [TOKENS], 5)
+    assert size(model).forward([TOKENS], 5) == seen
+    assert attention_was_seen == bool(size(model).forward_cost.per_pair)
+
+
+@pytest.mark.parametrize("model_type", BY_POSITION)
+def test_a_packed_row_equals_what_its_mask_lets_the_counter_see(model_type):
+    model, lengths = tiny(model_type), [33, 1, 36]
+    assert size(model).forward(lengths, TOKENS) == counter.count(model, lengths)[0]
+
+
+@pytest.mark.parametrize("model_type", BY_BOUNDARIES)
+def test_a_packed_row_with_boundaries_equals_the_counter(model_type):
+    model, lengths = tiny(model_type), [200, 9, 9]  # documents of similar length would be padded to one batch
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("batched_mm")
+    gdn_packing.patch(model)
+    marks = gdn_packing.boundaries(lengths, torch.device("cpu"))
+    with FlopCounterMode(display=False) as seen, torch.no_grad():
+        model(torch.arange(sum(lengths))[None] % 60, **marks)
+    assert size(model).forward_cost.dense(lengths, sum(lengths)) == seen.get_total_flops()
+
+
+@pytest.mark.parametrize("model_type", DENSE)
+def test_dense_attention_equals_the_counter(model_type):
+    model = tiny(model_type)
+    seen, attention_was_seen = counter.count(model, [TOKENS])
+    assert not attention_was_seen
+    assert size(model).forward_cost.dense([TOKENS], TOKENS) == seen > size(model).forward([TOKENS], TOKENS)
+
+
+def test_the_window_of_local_attention_is_that_of_its_own_mask():
+    model = tiny("gpt_neo")
+    masks = [block.attn.attention.bias[0, 0, :TOKENS, :TOKENS] for block in model.transformer.h]
+    pairs = {int(mask.sum()) for mask in masks}
+    assert pairs == {causal_pairs([TOKENS], window) for window in size(model).forward_cost.per_pair}
+    assert len(pairs) == 2
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "kimi_linear", "mamba2", "mamba", "mistral", "llama4_text"])
+def test_what_the_counter_sees_is_the_model(model_type):
+    """The recurrences and the attention that it counts give what upstream's own functions give."""
+    model, ids_T = tiny(model_type), torch.arange(TOKENS)[None] % 60
+    with torch.no_grad():
+        upstream = model(ids_T, use_cache=False).logits
+        counter.count(model, [TOKENS])
+        with counter.recurrences(model):
+            counted_as = model(ids_T, use_cache=False).logits
+    assert not torch.equal(counted_as, upstream)
+    torch.testing.assert_close(counted_as, upstream, rtol=1e-4, atol=1e-4 * float(upstream.abs().max()))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe", "gpt_oss", "deepseek_v3", "falcon_h1", "lfm2", "bert", "gemma2"])
+def test_parts_sum_to_the_forward_pass(model_type):
+    model, lengths = tiny(model_type), [33, 1, 500]
+    parts = forward_flops(model, lengths, logit_positions=9)
+    assert sum(parts.values()) == size(model).forward(lengths, 9)
+    assert all(flops > 0 for flops in parts.values())
+    assert sum(forward_flops(model, lengths).values()) == size(model).forward(lengths, sum(lengths))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forward_equals_the_flop_counter(family):
     model = build(family)
@@ -120,6 +197,20 @@ def test_training_is_three_forward_passes(family):
     # The counter is wrong about the backward pass of a depthwise convolution: there is no comparing with it.
     counter = size(build(family))
     assert counter.training([9, 30], 12) == 3 * counter.forward([9, 30], 12)
+
+
+@pytest.mark.parametrize("model_type", ["kimi_linear", "mamba2", "mamba", "falcon_h1", "lfm2", "dbrx", "bert"])
+def test_training_all_weights_is_three_forward_passes(model_type):
+    sized = size(tiny(model_type))
+    assert sized.training([9, 30], 12) == 3 * sized.forward([9, 30], 12)
+
+
+def test_layers_are_those_of_the_decoder_where_an_encoder_has_others():
+    config = AutoConfig.for_model("blenderbot", d_model=32, decoder_ffn_dim=32, decoder_layers=3, vocab_size=64)
+    config.is_encoder_decoder, config.is_decoder = False, True
+    assert config.num_hidden_layers == 2
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert size(model).forward([TOKENS], TOKENS) == counter.count(model, [TOKENS])[0]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen3_next"])
@@ -186,6 +277,12 @@ def test_causal_pairs(window):
         if key <= query and (window is None or query - key < window)
     ]  # fmt: skip
     assert causal_pairs(lengths, window) == len(seen)
+
+
+def test_causal_pairs_within_chunks():
+    lengths = [0, 1, 4, 5, 6, 50]
+    seen = [1 for n in lengths for query in range(n) for key in range(query + 1) if query // 5 == key // 5]
+    assert causal_pairs(lengths, Chunk(5)) == len(seen)
 
 
 def test_rollout_feeds_all_but_the_last_token():
@@ -296,26 +393,36 @@ def test_counts_the_same_compiled_and_checkpointed(family):
     assert size(model) == before
 
 
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-
-
 @pytest.mark.parametrize(
-    "family, fields, named",
+    "model_type, named",
     [
-        ("mamba", {}, "MambaMixer"),
-        ("mamba2", {"num_heads": 16, "head_dim": 8, "n_groups": 1}, "Mamba2Mixer"),
-        ("bloom", {}, "BloomBlock"),
-        ("gpt2", HEADS | {"add_cross_attention": True}, "GPT2LMHeadModel: cross-attention"),
-        ("minimax", HEADS | {"num_local_experts": 4}, "MiniMaxDecoderLayer"),
-        ("diffllama", HEADS, "DiffLlamaAttention"),
-        ("llama4_text", HEADS | {"num_local_experts": 2}, "Llama4TextAttention.*chunked"),
+        ("minimax", "known in MiniMaxDecoderLayer .MiniMaxLightningAttention"),
+        ("diffllama", "DiffLlamaAttention has a lambda_q1"),
+        ("deepseek_v32", "DeepseekV32Attention chooses its keys"),
+        ("gemma3n_text", "Gemma3nTextAttention shares its keys"),
+        ("inkling_text", "InklingAttention is attention of the kind 'hybrid_sliding'"),
+        ("zamba2", "Zamba2MLP takes other weights in each layer"),
+        ("zaya", "Conv1d in ZayaCCAProjection"),
+        ("hrm_text", "HrmTextForCausalLM: 2 lists of 2 decoder layers, not one"),
+        ("musicgen", "MusicgenForCausalLM: its LM head is a ModuleList"),
+        ("recurrent_gemma", "known in .*RecurrentGemmaRecurrentBlock"),
     ],
 )
-def test_refuses_by_name_what_it_cannot_count(family, fields, named):
-    fields = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0} | fields
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
+def test_refuses_by_name_what_it_cannot_count(model_type, named):
     with pytest.raises(ValueError, match=named):
+        size(tiny(model_type))
+
+
+def test_refuses_cross_attention():
+    config = AutoConfig.for_model("gpt2", n_embd=64, n_layer=2, n_head=4, add_cross_attention=True)
+    with torch.device("meta"), pytest.raises(ValueError, match="GPT2LMHeadModel: cross-attention"):
+        size(AutoModelForCausalLM.from_config(config))
+
+
+def test_refuses_a_router_that_takes_two_whatever_it_says():
+    model = tiny("phimoe")
+    assert model.model.layers[0].mlp.top_k == 4
+    with pytest.raises(ValueError, match="PhimoeSparseMoeBlock takes two experts"):
         size(model)
 
 
@@ -325,15 +432,22 @@ class Bilinear(nn.Module):
         self.table = nn.Parameter(torch.zeros(4, 4))
 
 
-def test_refuses_an_unknown_matrix_and_a_layer_that_runs_twice():
+def test_a_layer_that_runs_twice_is_billed_twice():
+    model = build("llama")
+    model.model.layers[3] = model.model.layers[0]
+    assert len(list(model.model.layers.parameters())) < len(list(build("llama").model.layers.parameters()))
+    assert size(model).forward([TOKENS], TOKENS) == counted(model) - counters_excess(model.config, TOKENS)
+
+
+def test_refuses_an_unknown_matrix_and_reuse_in_unknown_places():
     odd = build("llama")
     odd.model.layers[2].mlp.extra = Bilinear()
     with pytest.raises(ValueError, match="model.layers.2.mlp.extra.table.*Bilinear"):
         size(odd)
-    looped = build("llama")
-    looped.model.layers[3] = looped.model.layers[0]
-    with pytest.raises(ValueError, match="more than once"):
-        size(looped)
+    reused = build("llama")
+    reused.model.adapter = reused.model.layers[0].mlp
+    with pytest.raises(ValueError, match="LlamaMLP runs more than once"):
+        size(reused)
     headless = build("llama")
     headless.lm_head = nn.Identity()
     with pytest.raises(ValueError, match="Identity"):
@@ -357,3 +471,118 @@ def test_experts_in_a_list_are_billed_for_those_a_token_passes():
     mlp, routers = 4 * 6 * 64 * 96, 4 * 2 * 64 * 6
     difference = size(listed).forward_cost.per_token - size(dense).forward_cost.per_token
     assert difference == pytest.approx(mlp + routers, rel=1e-12)
+
+
+class Adapted(nn.Module):
+    """A frozen layer and the low-rank sum beside it."""
+
+    def __init__(self, base, rank=4):
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def adapted(layers):
+    model = build("llama", num_hidden_layers=layers).requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+        layer.mlp.down_proj = Adapted(layer.mlp.down_proj)
+    return model
+
+
+def test_adapters_are_billed_three_times_and_frozen_weights_twice():
+    """By one layer more, since the first layer's frozen weights have no gradient to pass on."""
+    three, four = adapted(3), adapted(4)
+    width = 4 * 24
+    frozen = 2 * (2 * 64 * width + 2 * 64 * 2 * 24 + 3 * 64 * 96)
+    adapters = 2 * (64 * 4 + 4 * width + 96 * 4 + 4 * 64)
+    core = 4 * width * TOKENS * (TOKENS + 1) // 2
+    one_layer = size(four).training([TOKENS], TOKENS) - size(three).training([TOKENS], TOKENS)
+    assert one_layer == TOKENS * (2 * frozen + 3 * adapters) + 3 * core
+    seen = counted(four, backward=True) - counted(three, backward=True)
+    assert one_layer == seen - 3 * counters_excess(four.config, TOKENS) / 4
+    assert size(four).training_cost.per_logit == 2 * size(four).forward_cost.per_logit
+
+
+def test_mixture_of_experts_without_a_dense_width():
+    model = build("qwen3_5_moe_text", device="meta")
+    del model.config.intermediate_size  # SHAPE has one, checkpoints do not
+    parts, hidden = forward_flops(model, [TOKENS]), 64
+    assert parts["experts"] == 4 * TOKENS * 6 * hidden * 2 * 40
+    assert parts["router"] == 4 * TOKENS * 2 * hidden * 8
+    assert parts["shared experts"] == 4 * TOKENS * (6 * hidden * 56 + 2 * hidden)
+    assert "dense MLP" not in parts
+
+
+def test_shared_experts_have_the_width_of_experts():
+    parts = forward_flops(build("deepseek_v3", device="meta", n_shared_experts=3), [TOKENS])
+    assert parts["shared experts"] == 3 * TOKENS * 6 * 64 * 3 * 40  # the first of four layers is dense
+    assert parts["dense MLP"] == TOKENS * 6 * 64 * 96
+
+
+def test_experts_whose_width_is_the_intermediate_size():
+    parts = forward_flops(build("gpt_oss", device="meta", num_experts_per_tok=2), [TOKENS])
+    assert parts["experts"] == 4 * TOKENS * 6 * 64 * 2 * 96
+
+
+def test_widths_in_nested_configs():
+    model = tiny("dbrx")
+    for block in model.transformer.blocks:
+        block.ffn.top_k = 3
+    ffn, hidden, layers = model.config.ffn_config, model.config.d_model, model.config.n_layers
+    assert forward_flops(model, [TOKENS])["experts"] == layers * TOKENS * 6 * hidden * ffn.ffn_hidden_size * 3
+    assert size(model).forward([TOKENS], TOKENS) == counter.count(model, [TOKENS])[0]
+
+
+@pytest.mark.parametrize("family, window", [("qwen3", None), ("mistral", 16)])
+def test_heads_that_do_not_fill_the_width_and_a_window(family, window):
+    fields = {"sliding_window": window} if window else {}
+    parts = forward_flops(build(family, device="meta", **fields), [TOKENS, 9])
+    seen = sum(min(p, window or p) for length in (TOKENS, 9) for p in range(1, length + 1))
+    assert parts["attention core"] == 4 * 4 * 4 * 24 * seen
+    assert parts["attention projections"] == 4 * (TOKENS + 9) * 2 * 64 * 24 * (4 + 2 + 2 + 4)
+
+
+def test_gated_attention_has_a_query_projection_twice_as_wide():
+    kinds = ["full_attention"] * 4
+    parts = forward_flops(build("qwen3_next", device="meta", layer_types=kinds), [TOKENS])
+    assert parts["attention projections"] == 4 * TOKENS * 2 * 64 * 24 * (2 * 4 + 2 + 2 + 4)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_multi_token_prediction_is_not_billed(family):
+    fields = LATENT if family == "glm4_moe" else {}
+    fields = {key: fields[key] for key in fields if key.startswith(("n_", "num_", "first", "moe", "topk"))}
+    without, with_ = (build(family, device="meta", num_nextn_predict_layers=n, **fields) for n in (0, 1))
+    assert with_.config.num_nextn_predict_layers == 1
+    assert size(with_) == size(without)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("part", ["everything", "later layers"])
+def test_hardware_counts_the_decoder_layers_again(family, part):
+    """Not the embeddings, the head, or a layer that no gradient passes. Early stop would spare a last projection."""
+    model = build(family, tie_word_embeddings=False)
+    if part != "everything":
+        trainable(part, model)
+    plain = counted(model, backward=True)
+    for n, layer in enumerate(model.model.layers):
+        model.model.layers[n] = checkpoint_wrapper(layer)
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        again = counted(model, backward=True) - plain
+    sized, layers = size(model), 4 if part == "everything" else 3
+    again -= counters_excess(model.config, TOKENS) * layers / 4 if family == "llama" else 0
+    recomputed = sized.hardware([TOKENS], TOKENS, True) - sized.training([TOKENS], TOKENS)
+    if family == "gpt_oss":
+        recomputed = sized.recomputed_cost.dense([TOKENS], TOKENS)
+    assert recomputed == again > 0
+    assert sized.hardware([TOKENS], TOKENS, False) == sized.training([TOKENS], TOKENS)
+    assert sized.recomputed_cost.per_logit == 0
+
+
+def test_an_empty_cost():
+    assert PassCost()([5, 6], 7) == 0

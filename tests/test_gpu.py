@@ -8,9 +8,9 @@ import torch
 from conftest import SMALL, command
 
 from posttrain.config import Architecture, ModelConf
-from posttrain.mfu import peak_tflops
 from posttrain.models import gdn_packing
 from posttrain.models.loading import load
+from posttrain.peaks import peak_tflops
 
 pytestmark = [
     pytest.mark.gpu,

@@ -110,3 +110,11 @@ def test_attention_auto_takes_flash_attention_where_it_can_run(monkeypatch):
     assert loading.attention(auto, BloomConfig()) is None
     assert loading.attention(ModelConf(dtype=Dtype.fp32), qwen) is None
     assert loading.attention(ModelConf(attention="sdpa"), qwen) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "name, words", [("flex_attention", "model.attention=sdpa"), ("sdpaa", "Type one of: auto, eager")]
+)
+def test_attention_that_cannot_run_is_refused(name, words):
+    with pytest.raises(UserError, match=f"model.attention={name}.*{words}"):
+        load(ModelConf(architecture=Architecture.qwen3_dense, attention=name))

@@ -1,18 +1,28 @@
 """mfu.py: peaks by name, a meter that is right or off, and one that training cannot feel."""
 
+import json
 import math
+import os
+import re
+import subprocess
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT, SMALL, Run
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain import mfu
+from posttrain import cli
 from posttrain.config import MetricsConf, MetricsName
 from posttrain.flops import size
-from posttrain.mfu import make_meter, measured_tflops, peak_tflops, table_tflops
+from posttrain.mfu import make_meter
+from posttrain.peaks import PEAK_TFLOPS, PROCESSORS, measured_tflops, peak_tflops, table_entry
 
-SECONDS = {"rollout": 4.0, "reward": 1.0, "update": 2.0, "step": 8.0}
+SECONDS = {"rollout": 4.0, "reward": 1.0, "old_logprobs": 0.5, "update": 2.0, "step": 8.0}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +59,9 @@ def meter_of(model, peak=2.0, devices=1):
         ("NVIDIA GH200 480GB", 989),
         ("NVIDIA B200", 2250),
         ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA A800-SXM4-80GB", 312),
         ("NVIDIA GB200", 2500),
+        ("NVIDIA GB300", 2500),
         ("NVIDIA L4", 121),
         ("NVIDIA L40S", 362),
         ("NVIDIA A10", 125),
@@ -61,11 +73,14 @@ def meter_of(model, peak=2.0, devices=1):
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 438.9),
         ("AMD Instinct MI250X", 191.5),
         ("AMD Instinct MI300X", 1307),
+        ("AMD Instinct MI325X", 1307),
         ("AMD Instinct MI355X", 2500),
+        ("Gaudi2", 432),
+        ("Gaudi3", 1677),
     ],
 )
 def test_peak_by_name(name, tflops):
-    assert table_tflops(name) == tflops
+    assert PEAK_TFLOPS[table_entry(name)] == tflops
 
 
 @pytest.mark.parametrize(
@@ -75,8 +90,13 @@ def test_peak_by_name(name, tflops):
         "NVIDIA L40",  # not an L4, and not an L40S
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
         "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+        "GRID A100D-40C",  # a share of one
+        "GRID A100-40C",
         "NVIDIA Graphics Device",
+        "My H200",  # renamed
         "NVIDIA H100",
+        "NVIDIA A40",
+        "NVIDIA A30",
         "NVIDIA H800",
         "NVIDIA GeForce RTX 3090 Ti",
         "NVIDIA GeForce RTX 4090 D",
@@ -90,23 +110,26 @@ def test_peak_by_name(name, tflops):
 )
 def test_unknown_name_has_no_peak(name):
     with pytest.raises(LookupError, match="metrics.peak_tflops="):
-        table_tflops(name)
+        table_entry(name)
 
 
 class Device:
-    """A device module that says its name, in place of torch.cuda on a machine without a GPU."""
+    """A device module that says its name and size, in place of torch.cuda on a machine without a GPU."""
 
-    def __init__(self, name):
-        self.name = name
+    def __init__(self, name, processors):
+        self.name, self.processors = name, processors
 
     def get_device_name(self, device):
         return self.name
 
+    def get_device_properties(self, device):
+        return SimpleNamespace(multi_processor_count=self.processors)
+
 
 @pytest.fixture
 def gpu_called(monkeypatch):
-    def call(name):
-        monkeypatch.setattr(torch, "get_device_module", lambda device: Device(name))
+    def call(name, processors=10_000):
+        monkeypatch.setattr(torch, "get_device_module", lambda device: Device(name, processors))
         return torch.device("cuda", 0)
 
     return call
@@ -119,6 +142,14 @@ def test_peak_of_a_gpu_is_labelled_and_for_bf16_alone(gpu_called):
         peak_tflops(None, device, torch.float32)
 
 
+@pytest.mark.parametrize("name, of_a_slice", [("NVIDIA H100 80GB HBM3", 16), ("AMD Instinct MI300X", 38)])
+def test_a_slice_under_the_name_of_its_chip_has_no_peak(gpu_called, name, of_a_slice):
+    whole = PROCESSORS[table_entry(name)]
+    assert peak_tflops(None, gpu_called(name, whole), torch.bfloat16)[0] == PEAK_TFLOPS[table_entry(name)]
+    with pytest.raises(LookupError, match=f"{of_a_slice} of {whole} multiprocessors"):
+        peak_tflops(None, gpu_called(name, of_a_slice), torch.bfloat16)
+
+
 def test_override_wins_over_everything(gpu_called):
     assert peak_tflops(123.5, gpu_called("NVIDIA H200"), torch.bfloat16) == (123.5, "metrics.peak_tflops")
     assert peak_tflops(0.5, torch.device("cpu"), torch.float32) == (0.5, "metrics.peak_tflops")
@@ -129,10 +160,16 @@ def test_senseless_override_switches_off(model, peak):
     assert "peak_tflops" in meter_of(model, peak).reason
 
 
-def test_unknown_device_gives_no_mfu_and_says_so(model, gpu_called, caplog):
+def test_unknown_device_keeps_flops_and_has_no_mfu(model, gpu_called, caplog):
     meter = make_meter(conf(), model, gpu_called("NVIDIA Graphics Device"), torch.bfloat16, 8)
-    meter.record("update", [10], 10, training=True)
-    assert meter.metrics(SECONDS) == {"perf/mfu_unavailable": 1.0}
+    update = size(model).training([10], 10)
+    for _ in range(3):
+        meter.record("update", [10], 10, training=True)
+        assert meter.metrics(SECONDS) == {
+            "perf/mfu_unavailable": 1.0,
+            "perf/flops_update": update,
+            "perf/tflops_per_device": pytest.approx(update / 2.0 / 8 / 1e12),
+        }
     assert not meter.summary()["available"] and "NVIDIA Graphics Device" in meter.summary()["reason"]
     assert len(caplog.records) == 1
 
@@ -147,9 +184,9 @@ def test_cpu_peak_is_measured_quickly_and_labelled(dtype):
 
 
 def test_cpu_peak_is_that_of_a_large_matmul():
-    n = 768
+    n = 384  # short enough to end within a time slice of a busy machine
     matrix, times = torch.ones(n, n), []
-    for _ in range(5):
+    for _ in range(200):
         start = time.perf_counter()
         matrix @ matrix
         times.append(time.perf_counter() - start)
@@ -159,15 +196,21 @@ def test_cpu_peak_is_that_of_a_large_matmul():
 def test_mfu_is_flops_over_time_peak_and_devices(model):
     meter, counter = meter_of(model, peak=2.0, devices=4), size(model)
     meter.record("rollout", [30, 20], 25)
+    meter.record("old_logprobs", [30, 20], 25)
     meter.record("update", [30], 15, training=True)
     meter.record("update", [20], 10, training=True)
     rollout, update = counter.forward([30, 20], 25), counter.training([30, 20], 25)
     assert meter.metrics(SECONDS) == pytest.approx(
         {
+            "perf/flops_rollout": rollout,
+            "perf/flops_old_logprobs": rollout,
+            "perf/flops_update": update,
             "perf/mfu": update / (2.0 * 4 * 2e12),
+            "perf/hfu": update / (2.0 * 4 * 2e12),
             "perf/tflops_per_device": update / (2.0 * 4 * 1e12),
             "perf/mfu_rollout": rollout / (4.0 * 4 * 2e12),
-            "perf/mfu_step": (rollout + update) / (8.0 * 4 * 2e12),
+            "perf/mfu_old_logprobs": rollout / (0.5 * 4 * 2e12),
+            "perf/mfu_step": (2 * rollout + update) / (8.0 * 4 * 2e12),
         },
         rel=1e-12,
     )
@@ -175,29 +218,40 @@ def test_mfu_is_flops_over_time_peak_and_devices(model):
     assert meter.summary()["flops_per_token"] == pytest.approx(update / 50)
 
 
-def test_first_step_is_marked(model):
+def test_hfu_counts_what_checkpointing_recomputes(model):
+    model.gradient_checkpointing_enable()
+    try:
+        meter = meter_of(model)
+    finally:
+        model.gradient_checkpointing_disable()
+    meter.record("update", [30], 15, training=True)
+    found, counter = meter.metrics(SECONDS), size(model)
+    layers = counter.forward([30], 0)  # of one more forward pass, without the LM head
+    assert found["perf/flops_update"] == counter.training([30], 15)
+    assert found["perf/hfu"] / found["perf/mfu"] == pytest.approx(1 + layers / counter.training([30], 15))
+
+
+@pytest.mark.parametrize("seconds", [{"update": 0.0, "step": 1.0}, {"update": -1e-9, "step": 1.0}, {"step": 1.0}])
+def test_a_clock_that_stands_still(model, seconds, caplog):
     meter = meter_of(model)
     meter.record("update", [30], 30, training=True)
-    assert meter.metrics(SECONDS, first_step=True)["perf/warmup"] == 1.0
-    meter.record("update", [30], 30, training=True)
-    assert "perf/warmup" not in meter.metrics(SECONDS)
+    assert meter.metrics(seconds) == {"perf/mfu_unavailable": 1.0}
+    assert "update" in meter.summary()["reason"] and len(caplog.records) == 1
 
 
-def test_no_time_no_value_and_no_failure(model):
+def test_no_update_has_no_mfu_and_is_no_failure(model):
     meter = meter_of(model)
     meter.record("rollout", [30], 30)
-    meter.record("update", [30], 30, training=True)
-    assert set(meter.metrics({"update": 0.0, "rollout": -1e-9, "step": 1.0})) == {"perf/mfu_step"}
+    meter.record("update", [], 0, training=True)
+    assert set(meter.metrics(SECONDS | {"update": 0.0})) == {"perf/flops_rollout", "perf/mfu_rollout", "perf/mfu_step"}
     assert meter.summary()["available"]
-    meter.record("update", [30], 30, training=True)
-    assert "perf/mfu" in meter.metrics(SECONDS)
 
 
 def test_model_that_cannot_be_sized(model, caplog):
     meter = meter_of(torch.nn.Linear(2, 2))
     for _ in range(3):
         meter.record("update", [30], 30, training=True)
-        assert meter.metrics(SECONDS, first_step=True) == {"perf/mfu_unavailable": 1.0}
+        assert meter.metrics(SECONDS) == {"perf/mfu_unavailable": 1.0}
     assert not meter.summary()["available"] and "Linear" in meter.reason
     assert len(caplog.records) == 1
 
@@ -222,7 +276,7 @@ def test_interrupts_are_not_caught(model, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(mfu.FlopsCounter, "forward", interrupted)
+    monkeypatch.setattr(type(meter.counter), "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         meter.record("rollout", [1], 1)
 
@@ -250,3 +304,130 @@ def test_a_step_costs_little(model):
         meter.record("update", lengths, 1000, training=True)
         meter.metrics(SECONDS)
     assert (time.perf_counter() - start) / 10 < 0.05  # a step of 2,048 sequences takes minutes
+
+
+FAULTS = {  # what breaks, in which rank's words: part of the reason, and the first step without MFU
+    "metering in step 5": ("ZeroDivisionError", 5),
+    "the clock": ("rollout took 0.0 s", 1),
+    "the device's name": ("NVIDIA Graphics Device", 1),
+    "sizing on rank 0": ("no such layer", 1),
+    "sizing on rank 1": (None, None),  # rank 0 writes the records, and has no need of the others
+}
+TRAIN_WITH_FAULTS = """
+import json, os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+from accelerate.state import AcceleratorState
+from posttrain import metrics
+from posttrain.rank import _import, start_process_group
+from posttrain.validation import typed
+
+root, job, out, faults = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3]), sys.argv[4:]
+rank = int(os.environ["RANK"])
+if rank:
+    log = os.open(out / "rank1.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1), os.dup2(log, 2)
+start_process_group(60)
+recipe = _import(root / "recipes" / "grpo.py")
+recipe.train(typed("grpo", job), out / "metrics=none")
+job |= {"evaluation": job["evaluation"] | {"every": 0}, "checkpoint": job["checkpoint"] | {"every": 0}}
+assert not {"posttrain.mfu", "posttrain.peaks", "pandas", "matplotlib"} & set(sys.modules)
+from posttrain import mfu, peaks
+
+def unsizable(model):
+    raise ValueError("no such layer")
+
+calls = []
+def broken_in_step_5(self, *arguments):
+    calls.append(1)
+    return rollout(self, *arguments) / (len(calls) != 5)
+
+rollout = mfu.FlopsCounter.rollout
+stopped = SimpleNamespace(perf_counter=lambda: 0.0)
+patches = {
+    "metering in step 5": [patch.object(mfu.FlopsCounter, "rollout", broken_in_step_5)],
+    "the clock": [patch.object(metrics, "time", stopped), patch.object(recipe, "time", stopped)],
+    "the device's name": [patch.object(mfu, "peak_tflops", lambda *_: peaks.table_entry("NVIDIA Graphics Device"))],
+    "sizing on rank 0": [patch.object(mfu, "size", unsizable)] if rank == 0 else [],
+    "sizing on rank 1": [patch.object(mfu, "size", unsizable)] if rank == 1 else [],
+}
+for fault in faults:
+    for each in patches[fault]:
+        each.start()
+    print("BROKEN:", fault, flush=True)
+    AcceleratorState._reset_state(reset_partial_state=True)  # the next job of this process
+    recipe.train(typed("grpo", job | {"metrics": {"name": "mfu", "peak_tflops": 1.0}}), out / fault)
+    for each in patches[fault]:
+        each.stop()
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def faulty_runs(tmp_path_factory):
+    """A job on two ranks without a meter, then with each fault in its meter."""
+    out = tmp_path_factory.mktemp("faults")
+    (out / "script.py").write_text(TRAIN_WITH_FAULTS)
+    overrides = ["metrics=none", "steps=6", "packing.verify=false", "evaluation.every=2", "checkpoint.every=3"]
+    cli._declare("grpo")
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        job = OmegaConf.to_container(compose("grpo", [*SMALL, *overrides]), resolve=True, enum_to_str=True)
+    (out / "job.json").write_text(json.dumps(job))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    process = subprocess.run(
+        [*launcher, str(out / "script.py"), str(ROOT), str(out / "job.json"), str(out), *FAULTS],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert process.returncode == 0, process.stdout
+    said = dict(part.split("\n", 1) for part in process.stdout.split("BROKEN: ")[1:])
+    return (
+        Run(out / "metrics=none", 0, ""),
+        {fault: Run(out / fault, 0, said[fault]) for fault in FAULTS},
+        (out / "rank1.log").read_text(),
+    )
+
+
+def trained(run):
+    return [{k: v for k, v in record.items() if not k.startswith(("time/", "perf/"))} for record in run.training]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_training_cannot_feel_a_meter_that_fails(faulty_runs, fault):
+    without, runs, others_log = faulty_runs
+    run, (reason, first) = runs[fault], FAULTS[fault]
+    assert trained(run) == trained(without) and len(trained(run)) == 6  # bitwise
+    assert run.summary["status"] == "completed" and run.summary["mfu"]["available"] is (reason is None)
+    for record in run.training:
+        off = reason is not None and record["step"] >= first
+        assert ("perf/mfu_unavailable" in record, "perf/mfu" in record, "perf/hfu" in record) == (off, not off, not off)
+    if reason:
+        assert reason in run.summary["mfu"]["reason"]
+        assert run.output.count("no MFU from here on: ") == 1
+        assert re.search(f"mfu off +{re.escape(run.summary['mfu']['reason'])}\n", run.output)
+    else:
+        assert "mfu" not in run.output.lower()
+    assert fault != "sizing on rank 1" or "no MFU from here on: ValueError: no such layer" in others_log
+
+
+def test_no_meter_is_imported_and_no_metric_of_it_written(faulty_runs):
+    """The script of the faults checks the modules after its first run, which has none."""
+    without, *_ = faulty_runs
+    assert without.summary["mfu"] == {"available": False, "reason": "metrics=none"}
+    assert {name for record in without.training for name in record if name.startswith("perf/")} == {
+        "perf/step_time", "perf/tokens_per_second", "perf/max_memory_gb", "perf/warmup"
+    }  # fmt: skip
+
+
+def test_steps_after_a_pause_are_marked_and_hold_no_pause(faulty_runs):
+    """The first step, and those after an evaluation (of steps 2 and 4) or a checkpoint (of steps 3 and 6)."""
+    run, *_ = faulty_runs
+    assert [record["step"] for record in run.training if "perf/warmup" in record] == [1, 3, 4, 5]
+    pauses = {name: [r["step"] for r in run.records if name in r] for name in ("time/evaluation", "time/checkpoint")}
+    assert pauses == {"time/evaluation": [2, 4, 6], "time/checkpoint": [3, 6]}
+    assert all("loss" not in record for record in run.records if pauses.keys() & record.keys())
+    assert {"checkpoint", "evaluation"} <= run.summary["seconds"].keys()

@@ -11,7 +11,6 @@ import torch
 from conftest import command
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from posttrain import packing_plan
 from posttrain.config import (
@@ -28,8 +27,9 @@ from posttrain.data.tasks import batch, make_task
 from posttrain.errors import UserError
 from posttrain.flops import PassCost, size
 from posttrain.models import gdn_packing
+from posttrain.models.architectures import tiny
 from posttrain.models.loading import end_token_ids, load
-from posttrain.models.tiny import EMBEDDED, tiny_config
+from posttrain.models.tiny import EMBEDDED
 from posttrain.packing_plan import Document
 from posttrain.records import Problem, Rollout
 from posttrain.rollout.local import generate
@@ -173,20 +173,24 @@ def test_a_padded_micro_batch_costs_its_longest_document_times_their_number():
     assert found["packing/fill"] == pytest.approx((35 + 20) / (60 + 20))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_dense", "qwen3_5_moe", "qwen3_next", "qwen3_dense"])
-def test_the_estimate_is_near_the_exact_count(family):
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_config(family))
-    exact, estimate = size(model).forward_cost, packing_plan.estimated_cost(model)
-    assert estimate.per_token == pytest.approx(exact.per_token, rel=0.2)
-    assert estimate.per_logit == exact.per_logit and dict(estimate.per_pair) == exact.per_pair
+@pytest.mark.parametrize("architecture", ["qwen3_next", "mixtral", "gpt2", "zamba", "xlnet", "rwkv", "musicgen"])
+def test_every_model_has_a_cost(architecture):
+    """Exact, or, where the FLOPs are not counted, an estimate that grows with length as attention does."""
+    model = tiny(architecture)
+    cost = packing_plan.document_cost(model)
+    try:
+        assert cost == size(model).forward_cost
+    except ValueError:
+        assert 2 * cost([100], 0) < cost([200], 0) < 4 * cost([100], 0)
+        weights = sum(p.numel() for p in model.parameters())
+        assert 0 < cost.per_token <= 2 * weights
 
 
-@pytest.mark.parametrize("mode", ["thd", "padded"])
-def test_mostly_padding_is_refused(mode):
-    (message,) = [m for m in problems(GRPOConf(packing=conf(mode, 64, multiple=65)), 1) if "packing." in m]
-    assert "packing.pad_multiple=65" in message and "packing.tokens_per_row=65" in message
-    assert not [m for m in problems(GRPOConf(packing=conf(mode, 64, multiple=64)), 1) if "packing." in m]
+@pytest.mark.parametrize("budget, multiple, instead", [(64, 65, 65), (100, 64, 64)])
+def test_padding_past_the_budget_is_refused(budget, multiple, instead):
+    (message,) = [m for m in problems(GRPOConf(packing=conf("thd", budget, multiple)), 1) if "packing." in m]
+    assert f"packing.pad_multiple={multiple}" in message and f"type packing.tokens_per_row={instead}" in message
+    assert not [m for m in problems(GRPOConf(packing=conf("thd", 128, 64)), 1) if "packing." in m]
 
 
 def test_prompts_and_new_tokens_beyond_the_positions():

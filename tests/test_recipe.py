@@ -164,7 +164,7 @@ def test_records_carry_the_names_of_the_field(grpo):
         "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "sampling/logp_difference/mean",
         "sampling/logp_difference/max", "sampling/kl", "sampling/importance_sampling_ratio/min", "policy_loss",
         "sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/max", "perf/mfu",
-        "perf/tflops_per_device",
+        "perf/tflops_per_device", "perf/hfu", "perf/flops_update", "perf/flops_rollout",
         "perf/tokens_per_second", "perf/step_time", "perf/max_memory_gb", "perf/warmup", "time/rollout",
         "time/reward", "time/update", "packing/fill", "packing/rank_imbalance",
     }  # fmt: skip

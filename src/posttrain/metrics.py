@@ -49,8 +49,15 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def performance_metrics(seconds: dict[str, float], tokens: int, device: torch.device) -> dict[str, float]:
-    """Time by phase, tokens (prompt and completion, over all ranks) a second, and this rank's peak memory in GB."""
+def performance_metrics(
+    seconds: dict[str, float], tokens: int, device: torch.device, warmup: bool = False
+) -> dict[str, float]:
+    """Time by phase, tokens (prompt and completion, over all ranks) a second, and this rank's peak memory in GB.
+
+    `perf/warmup` marks a step to leave out of averages: the first one of a process, whose time holds compilation, and
+    the one after a checkpoint or an evaluation. These run between two steps, in the time of neither (`time/checkpoint`
+    and `time/evaluation` are in records of their own), but leave caches and the allocator cold for the next step.
+    """
     if device.type == "cuda":
         memory = torch.cuda.max_memory_allocated(device) / 1e9
     else:
@@ -58,8 +65,9 @@ def performance_metrics(seconds: dict[str, float], tokens: int, device: torch.de
     return {
         **{f"time/{phase}": spent for phase, spent in seconds.items() if phase != "step"},
         "perf/step_time": seconds["step"],
-        "perf/tokens_per_second": tokens / seconds["step"],
+        **({"perf/tokens_per_second": tokens / seconds["step"]} if seconds["step"] > 0 else {}),
         "perf/max_memory_gb": memory,
+        **({"perf/warmup": 1.0} if warmup else {}),
     }
 
 

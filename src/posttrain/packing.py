@@ -22,7 +22,7 @@ from posttrain.packing_plan import (
     Document,
     Row,
     computed_lengths,
-    estimated_cost,
+    document_cost,
     longest,
     plan,
     short_of_room,
@@ -34,7 +34,7 @@ __all__ = [
     "Document",
     "PackedRow",
     "build",
-    "estimated_cost",
+    "document_cost",
     "longest",
     "plan",
     "short_of_room",
@@ -108,7 +108,8 @@ def _padded_row(row: Row, cfg: PackingConf, pad_id: int, device: torch.device) -
     inputs = {
         "input_ids": torch.tensor(ids, device=device),
         "attention_mask": torch.tensor([[1] * n + [0] * (width - n) for n in lengths], device=device),
-        "position_ids": torch.arange(width, device=device).expand(len(row), -1),
+        # padding has the last position of the longest document: the model may have no more
+        "position_ids": torch.arange(width, device=device).clamp(max=max(lengths) - 1).expand(len(row), -1),
         "use_cache": False,
     }
     return _row(inputs, range(first, last), columns, device)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 
 from posttrain.config import PackingConf, PackingMode
 from posttrain.errors import UserError
-from posttrain.flops import OUTPUT_PROJECTIONS, PassCost
+from posttrain.flops import PassCost, size
 from posttrain.records import Problem, Rollout
 
 
@@ -107,36 +106,19 @@ def short_of_room(prompts: Sequence[Problem], max_new_tokens: int, limit: float)
     raise UserError(f"{what}: no prompt leaves that many (they have {lengths[0]} to {lengths[-1]} tokens): {advice}")
 
 
-def estimated_cost(model: PreTrainedModel) -> PassCost:
-    """Forward FLOPs of any model, to within a fifth: enough to balance with. flops.py is exact, but not for any model.
+def document_cost(model: PreTrainedModel) -> PassCost:
+    """Forward FLOPs, exact where `flops.size` knows the model; else an estimate to balance with, for any model.
 
-    2 a weight and token (of experts, those it passes), and 4 a channel and query-key pair in each attention layer.
-    What a recurrence does beside its projections is small and left out.
+    The estimate: 2 a weight and token, all experts included, and 4 a channel and query-key pair in each layer.
     """
-    config, head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
-    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    named = (getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-    experts = next(filter(None, named), 1)
-    passed = (getattr(config, "num_experts_per_tok", None) or experts) / experts
-    per_token = sum(
-        2 * weight.numel() * (passed if ".experts." in name else 1)
-        for name, weight in model.named_parameters()
-        if weight.ndim > 1 and weight is not head.weight and id(weight) not in looked_up
-    )
-    per_pair: Counter[int | None] = Counter()
-    for module in model.modules():
-        if getattr(module, "is_causal", None) is True:  # transformers' attention layers say so
-            output = next((child for name, child in module.named_children() if name in OUTPUT_PROJECTIONS), None)
-            per_pair[_window(module, config)] += 4 * getattr(output, "in_features", config.hidden_size)
-    return PassCost(per_token, 2 * head.weight.numel(), per_pair)
-
-
-def _window(attention: nn.Module, config) -> int | None:
-    kinds = getattr(config, "layer_types", None)
-    kind = kinds[attention.layer_idx] if kinds else None
-    if hasattr(attention, "sliding_window"):
-        return attention.sliding_window
-    return getattr(config, "sliding_window", None) if kind in (None, "sliding_attention") else None
+    try:
+        return size(model).forward_cost
+    except ValueError:
+        config = model.config.get_text_config(decoder=True)
+        layers, width = (getattr(config, name, None) or 1 for name in ("num_hidden_layers", "hidden_size"))
+        looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        weights = [weight for weight in model.parameters() if weight.ndim > 1 and id(weight) not in looked_up]
+        return PassCost(2 * sum(weight.numel() for weight in weights), 0, {None: 4 * width * layers})
 
 
 def _cost(document: Document, cost: PassCost) -> float:

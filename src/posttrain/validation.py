@@ -130,9 +130,9 @@ def _training(cfg: GRPOConf | SFTConf, world: int) -> list[tuple[bool, str]]:
         _least("packing.tokens_per_row", budget, 1),
         _least("packing.pad_multiple", pad, 1),
         (
-            pad <= max(budget, 1),
-            f"packing.pad_multiple={pad}: rows of packing.tokens_per_row={budget} would be mostly padding; "
-            f"type packing.tokens_per_row={pad} or more",
+            pad < 1 or budget % pad == 0,
+            f"packing.tokens_per_row={budget} is no multiple of packing.pad_multiple={pad}: rows would be padded past "
+            f"the budget; type packing.tokens_per_row={max(budget // max(pad, 1), 1) * pad}",
         ),
         _hybrid(cfg, world),
         *([_least("batch_size", cfg.batch_size, 1)] if isinstance(cfg, SFTConf) else []),

@@ -162,6 +162,11 @@ def verify(
         finally:
             probe.model.train(was_training)
     kernels, warnings = _kernels_in_use(model, carried(model), device, packed=True)
+    if small is None:
+        warnings.append(
+            f"{type(model).__name__} has no tiny copy: packing was verified on the model itself, forward only, in "
+            f"{probe.ids_T.device.type} {next(model.parameters()).dtype}, with its own decay"
+        )
     return PackingProof(
         max_difference=largest,
         tolerance=probe.tolerance,

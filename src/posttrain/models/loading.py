@@ -8,6 +8,7 @@ import torch
 from huggingface_hub.utils import logging as huggingface_logging
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -46,6 +47,11 @@ def compute_dtype(cfg: ModelConf) -> torch.dtype:
 
 def attention(cfg: ModelConf, config: PreTrainedConfig) -> str | None:
     """transformers' attn_implementation for `cfg.attention`; None lets transformers choose (sdpa, or eager)."""
+    if cfg.attention == "flex_attention" and not torch.cuda.is_available():
+        raise UserError("model.attention=flex_attention has no backward on a CPU. Type model.attention=sdpa instead.")
+    if cfg.attention not in ("auto", "eager", *AttentionInterface._global_mapping):
+        known = ", ".join(["auto", "eager", *AttentionInterface._global_mapping])
+        raise UserError(f"model.attention={cfg.attention} is not known to transformers. Type one of: {known}")
     if cfg.attention != "auto":
         return cfg.attention
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: the checkpoint's own code

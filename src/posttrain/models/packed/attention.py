@@ -47,8 +47,8 @@ def install(model: PreTrainedModel) -> None:
             _replace(module, "eager_attention_forward", functools.partial(attention_by_document, additive=True))
         if hasattr(module, "create_causal_mask"):
             _replace(module, "create_causal_mask", _mask_for_the_model)
-    if _begin not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_begin, with_kwargs=True)
+    if not any(getattr(hook, "func", None) is _begin for hook in model._forward_pre_hooks.values()):
+        model.register_forward_pre_hook(functools.partial(_begin, needs_no_mask(model)), with_kwargs=True)
         model.register_forward_hook(_end, always_call=True)
 
 
@@ -83,10 +83,24 @@ def _marked(upstream: Callable, make: Callable) -> Callable:
     return replacement
 
 
-def _begin(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+def _begin(no_mask: bool, model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+    """ValueError for boundaries that are not of this row: attention would let its documents see each other."""
     lengths, seq_idx = kwargs.get("document_lengths"), kwargs.get("seq_idx")
-    packed = lengths is not None and seq_idx is not None and len(lengths) > 1
-    _call.set((lengths, seq_idx) if packed and needs_no_mask(model) else None)
+    _call.set(None)
+    if lengths is None or len(lengths) == 1:
+        return
+    sent = [*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
+    row = next(tensor for tensor in sent if tensor is not None)
+    made_with = getattr(seq_idx, "document_lengths", lengths)
+    if tuple(row.shape[:2]) != (1, sum(lengths)) or tuple(made_with) != tuple(lengths):
+        raise ValueError(
+            f"document_lengths of {sum(lengths)} tokens in all must fill one row and be those of seq_idx, got a row of "
+            f"shape {list(row.shape[:2])}: pass boundaries() of the very row, padding included as a document"
+        )
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise ValueError("a packed row takes no cache and makes none: use_cache=False")
+    if no_mask and seq_idx is not None:
+        _call.set((lengths, seq_idx))
 
 
 def _end(*_) -> None:
@@ -117,13 +131,13 @@ def _mask_for_the_model(upstream: Callable) -> Callable:
 
 
 def _mask(upstream: Callable) -> Callable:
-    """No mask for packed rows, unless it says more than that attention is causal."""
+    """No mask for packed rows, unless it says more than that attention is causal, in a window or not."""
 
     def mask(*args, **kwargs) -> Tensor | None:
         if (call := _call.get()) is not None:
-            narrow = (kwargs.get("local_size") or max(call[0])) < max(call[0])  # a window, or chunks
+            chunk = getattr(kwargs.get("config"), "attention_chunk_size", None) or max(call[0])
             other = kwargs.get("use_vmap") or kwargs.get("allow_is_bidirectional_skip")  # a function of the model's own
-            if kwargs.get("attention_mask") is None and not narrow and not other:
+            if kwargs.get("attention_mask") is None and chunk >= max(call[0]) and not other:
                 return None
         return upstream(*args, **kwargs)
 
@@ -143,8 +157,12 @@ def attention_by_document(upstream: Callable, additive: bool = False) -> Callabl
         bias = kwargs.pop("position_bias", None)
         if attention_mask is None and bias is None:
 
-            def causal(_, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [n, H, L, D] -> [n, L, H, D]
-                mask = least_above_diagonal(q.shape[2], q.dtype, q.device) if additive else None
+            def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [n, H, L, D] -> [n, L, H, D]
+                length, window = q.shape[2], kwargs.get("sliding_window")
+                window = None if window is None or window >= length else window
+                mask = None
+                if additive or window:
+                    mask = causal_mask(length, window, q.dtype if additive else torch.bool, q.device)
                 return upstream(module, q, k, v, mask, *args, **kwargs)[0]
 
             return by_document(causal, lengths, (query, key, value), dim=2), None
@@ -161,7 +179,10 @@ def attention_by_document(upstream: Callable, additive: bool = False) -> Callabl
 
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def least_above_diagonal(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The additive causal mask [1, 1, L, L] of eager attention."""
-    full = torch.full((length, length), torch.finfo(dtype).min, dtype=dtype, device=device)
-    return full.triu(1)[None, None]
+def causal_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[1, 1, L, L] for one document: true where a query sees a key; or 0 there and the least number elsewhere."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    seen = seen if window is None else seen.triu(1 - window)
+    if dtype is not torch.bool:
+        seen = torch.where(seen, torch.zeros((), dtype=dtype, device=device), torch.finfo(dtype).min)
+    return seen[None, None]

@@ -87,9 +87,11 @@ def documents(boundaries: dict, rows: int, tokens: int) -> tuple[int, ...] | Non
 class Bucket:
     """Documents of similar length, as one batch [n, L]."""
 
-    size: int  # the power of two that L does not exceed
     start: int  # of the only document; unused where n > 1
     index: Tensor  # [n, L] positions in the row; past its end a document repeats its last token
+
+
+MERGE = 128  # tokens of padding that cost less than one more batch
 
 
 @lru_cache(maxsize=16)
@@ -100,11 +102,8 @@ def bucket_plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[Bu
     Returns (buckets, inverse): `inverse` [T] finds each token in the concatenation of the flattened buckets.
     """
     starts, total = list(accumulate(lengths, initial=0)), sum(lengths)
-    by_size: dict[int, list[int]] = {}
-    for document, length in enumerate(lengths):
-        by_size.setdefault(1 << (length - 1).bit_length(), []).append(document)
     buckets, inverse, done = [], torch.empty(total, dtype=torch.long, device="cpu"), 0
-    for size, members in sorted(by_size.items()):
+    for members in _of_similar_length(lengths):
         start = torch.tensor([[starts[d]] for d in members], device="cpu")
         length = torch.tensor([[lengths[d]] for d in members], device="cpu")
         position = torch.arange(max(lengths[d] for d in members), device="cpu")
@@ -113,8 +112,24 @@ def bucket_plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[Bu
         real = position < length
         inverse[index[real]] = place[real]
         done += index.numel()
-        buckets.append(Bucket(size, starts[members[0]], _on(device, index)))
+        buckets.append(Bucket(starts[members[0]], _on(device, index)))
     return buckets, _on(device, inverse)
+
+
+def _of_similar_length(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Documents by size, a power of two up to 64 and then its multiples; few or nearly as long join the next size."""
+    by_size: dict[int, list[int]] = {}
+    for document, length in enumerate(lengths):
+        size = 1 << (length - 1).bit_length() if length <= 64 else -(-length // 64) * 64
+        by_size.setdefault(size, []).append(document)
+    groups: list[list[int]] = []
+    for _, members in sorted(by_size.items()):
+        longest = max(lengths[d] for d in members)
+        if groups and sum(longest - lengths[d] for d in groups[-1]) <= MERGE:
+            groups[-1] += members
+        else:
+            groups.append(members)
+    return groups
 
 
 def by_document(
@@ -123,8 +138,8 @@ def by_document(
     """`function`, which is causal, on each document of a row by itself.
 
     `tensors` have 1 row and T positions along `dim`; documents of similar length become one batch, right-padded:
-    `function(size, *batches)` gets [n, ..., L, ...] each and returns [n, L, ...]. Padding is behind a causal
-    function, so it changes nothing. Returns [1, T, ...].
+    `function(*batches)` gets [n, ..., L, ...] each and returns [n, L, ...]. Padding is behind a causal function, so it
+    changes nothing. Returns [1, T, ...].
     """
     buckets, inverse = bucket_plan(lengths, tensors[0].device)
     outputs = []
@@ -136,7 +151,7 @@ def by_document(
             flat = bucket.index.flatten()
             batches = [x[0].index_select(dim - 1, flat).unflatten(dim - 1, (n, length)) for x in tensors]
             batches = [x.movedim(dim - 1, 0) for x in batches]
-        outputs.append(function(bucket.size, *batches).flatten(0, 1))
+        outputs.append(function(*batches).flatten(0, 1))
     return torch.cat(outputs).index_select(0, inverse)[None]
 
 

@@ -128,8 +128,11 @@ def _scan(upstream: Callable, raw: Callable, kernel_for: Callable) -> Callable:
         seq_idx = kwargs.get("seq_idx")
         lengths, kwargs = _take(kwargs, *hidden_states.shape[:2], STATE)
         fused = kernel_for(hidden_states.device) is not None
-        if lengths is None:
-            return (upstream if fused else raw)(hidden_states, dt, A, B, C, chunk_size=chunk_size, **kwargs)
+        if lengths is None and fused:
+            return upstream(hidden_states, dt, A, B, C, chunk_size=chunk_size, **kwargs)
+        if lengths is None:  # the result is the same, the work within chunks less
+            chunk = kernels.chunk_size(hidden_states.shape[1], min(chunk_size, kernels.CHUNK))
+            return raw(hidden_states, dt, A, B, C, chunk_size=chunk, **kwargs)
         if not fused:
             return kernels.state_space_scan(raw, hidden_states, dt, A, B, C, chunk_size, lengths, **kwargs)
         kernels.refuse_state(lengths, kwargs.get("initial_states"), kwargs.get("return_final_states", False))

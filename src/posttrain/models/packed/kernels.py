@@ -45,8 +45,8 @@ def delta_rule(
     """
     refuse_state(lengths, **kwargs)
 
-    def documents(size: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
-        return raw(q, k, v, g=decay, beta=rate, chunk_size=chunk_size(size), **kwargs)[0]
+    def documents(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+        return raw(q, k, v, g=decay, beta=rate, chunk_size=chunk_size(q.shape[1]), **kwargs)[0]
 
     return by_document(documents, lengths, (query, key, value, g, beta)), None
 
@@ -69,8 +69,8 @@ def state_space_scan(
     """
     refuse_state(lengths, kwargs.get("initial_states"), kwargs.get("return_final_states", False))
 
-    def documents(size: int, x: Tensor, step: Tensor, to_state: Tensor, from_state: Tensor) -> Tensor:
-        return raw(x, step, A, to_state, from_state, chunk_size=chunk_size(size, min(chunk, CHUNK)), **kwargs)
+    def documents(x: Tensor, step: Tensor, to_state: Tensor, from_state: Tensor) -> Tensor:
+        return raw(x, step, A, to_state, from_state, chunk_size=chunk_size(x.shape[1], min(chunk, CHUNK)), **kwargs)
 
     return by_document(documents, lengths, (hidden_states, dt, B, C))
 

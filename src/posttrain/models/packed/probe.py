@@ -18,9 +18,10 @@ from posttrain.models.packed.layers import carried, mixers
 WAY_OUT = "packing=padded works: it puts one document in a row."
 DOCUMENTS = (13, 1, 2, 65, 17, 64)  # lengths around the convolution's width and the chunk of 64
 
-# Relative to the largest value. Measured over 12 seeds on every architecture: rounding stays under 3e-6 in
-# fp32 and 3.3e-2 in bf16 (gradients; 5e-3 forward); a leak of either kernel is at least 0.48.
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.03}
+# Relative to the largest value. Measured on every architecture that carries a state: rounding stays under 1e-5 in
+# fp32 and 0.013 in bf16 (gradients; 0.009 forward); boundaries dropped for one operation are at least 0.7 forward, one
+# boundary of six at least 0.19.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.02}
 TF32_TOLERANCE = 0.01  # fused kernels multiply fp32 with 10 bits of mantissa
 
 Trace = list[tuple[str, Tensor]]  # (layer class, its output [T, D]) in order of execution, the logits last
