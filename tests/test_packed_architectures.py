@@ -194,7 +194,6 @@ def test_activation_checkpointing(name, use_reentrant):
 def test_probe_passes(models, name, dtype):
     proof = verify(models(name), dtype=dtype)
     assert proof.max_difference < proof.tolerance / 2
-    assert proof.seconds < 30  # under 5 s on a machine of its own
 
 
 @pytest.mark.parametrize("name", known(REFUSED))
