@@ -77,6 +77,11 @@ def operations(tokens: int) -> dict:
             lambda lengths, h, dt, b, c: kernels.state_space_scan(ssd, h, dt, A, b, c, 256, lengths),
             scan,
         ),
+        "state space scan, leaking row in chunks of 64 too": (
+            lambda h, dt, b, c: ssd(h, dt, A, b, c, chunk_size=64),
+            lambda lengths, h, dt, b, c: kernels.state_space_scan(ssd, h, dt, A, b, c, 256, lengths),
+            scan,
+        ),
         "short convolution": (
             lambda x, w: conv(x, w, None, activation="silu"),
             lambda lengths, x, w: kernels.causal_conv1d(x, w, None, "silu", lengths),

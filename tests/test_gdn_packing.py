@@ -510,6 +510,7 @@ def test_probe_passes_quickly_and_leaves_no_trace(models, name, dtype):
     assert torch.equal(torch.get_rng_state(), random_state) and model.config.to_dict() == config
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     assert proof.max_difference < proof.tolerance / 2
+    assert proof.max_gradient_difference < proof.gradient_tolerance / 2
     assert sum(proof.layers.values()) == 4 and proof.kernels["attention"] == "sdpa by document"
 
 
@@ -637,7 +638,8 @@ def test_probe_of_a_model_that_has_no_tiny_copy(models, monkeypatch):
     monkeypatch.setattr(gdn_packing, "tiny_copy", lambda *_: None)
     model = build("llama").train()
     proof = verify(model, "cpu")
-    assert model.training and proof.max_difference < 1e-5
+    assert model.training and proof.max_difference < 1e-5 and proof.max_gradient_difference is None
+    assert "LlamaForCausalLM has no tiny copy" in proof.warnings[0] and "forward only" in proof.warnings[0]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

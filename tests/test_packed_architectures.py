@@ -194,6 +194,7 @@ def test_activation_checkpointing(name, use_reentrant):
 def test_probe_passes(models, name, dtype):
     proof = verify(models(name), dtype=dtype)
     assert proof.max_difference < proof.tolerance / 2
+    assert proof.max_gradient_difference < proof.gradient_tolerance / 2
 
 
 @pytest.mark.parametrize("name", known(REFUSED))
@@ -230,6 +231,22 @@ def test_probe_catches_boundaries_dropped_for_one_function(models, monkeypatch, 
     module = importlib.import_module(type(model).__module__)
     monkeypatch.setattr(module, function, without_boundaries(getattr(module, function)))
     with pytest.raises(PackingLeak, match=rf"({layer} leaks|no boundaries reach .* of {layer}).*packing=padded"):
+        verify(model, dtype=dtype)
+
+
+@pytest.mark.parametrize("documents_kept_apart", [0, 4], ids=["none", "all_but_the_last_two"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", known([name for name, what in STATEFUL.items() if what == "Mamba-2"]))
+def test_probe_catches_a_scan_that_ignores_its_boundaries(models, monkeypatch, name, dtype, documents_kept_apart):
+    """They arrive, so counting them shows nothing; and the state is a small part of what these layers put out."""
+    model, genuine = models(name), kernels.state_space_scan
+
+    def merging(raw, x, dt, A, B, C, chunk, lengths, **kwargs):
+        lengths = (*lengths[:documents_kept_apart], sum(lengths[documents_kept_apart:]))
+        return genuine(raw, x, dt, A, B, C, chunk, lengths, **kwargs)
+
+    monkeypatch.setattr(kernels, "state_space_scan", merging)
+    with pytest.raises(PackingLeak, match="leaks between documents"):
         verify(model, dtype=dtype)
 
 
@@ -306,7 +323,9 @@ def test_the_watch_sees_a_wait():
     assert set(watch.waits) == {"index", "_local_scalar_dense", "nonzero"}
 
 
-@pytest.mark.parametrize("name", known(["llama", "qwen3_5_text", "granitemoehybrid", "gpt2"]))
+@pytest.mark.parametrize(
+    "name", known(["llama", "qwen3_5_text", "granitemoehybrid", "gpt2", "gemma3_text", "gpt_oss", "mistral"])
+)
 @torch.no_grad()
 def test_no_mask_of_the_whole_row_is_made(models, name):
     model, ids = models(name), tokens(sum(DOCUMENTS))
@@ -343,6 +362,21 @@ def test_masks_and_positions_of_other_callers(models):
     positions = boundaries((13, 17), "cpu")["position_ids"]
     logits = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
     assert difference(logits, wanted) < 3e-5
+
+
+@pytest.mark.parametrize("name", known(["llama", "qwen3_5_text"]))
+def test_boundaries_of_another_row_are_refused(models, name):
+    """A collator that pads the row after the boundaries were made; lengths in another order; a cache."""
+    model, ids = models(name), tokens(64)
+    short = boundaries((13, 17), "cpu")
+    padded = torch.nn.functional.pad(short["seq_idx"], (0, 34), value=1)
+    positions = torch.arange(64)[None]
+    with pytest.raises(ValueError, match="must fill one row.*padding included"):
+        model(input_ids=ids[None], **short | {"seq_idx": padded, "position_ids": positions})
+    with pytest.raises(ValueError, match="those of seq_idx"):
+        model(input_ids=ids[None, :30], **short | {"document_lengths": (17, 13)})
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(input_ids=ids[None, :30], **short | {"use_cache": True})
 
 
 def test_a_failed_call_leaves_no_boundaries_behind(models):

@@ -52,8 +52,10 @@ class KernelReport:
 class PackingProof:
     """What the probe found. Differences are relative to the largest value of the tensor compared."""
 
-    max_difference: float
+    max_difference: float  # forward
     tolerance: float
+    max_gradient_difference: float | None  # None where only the forward pass could be checked
+    gradient_tolerance: float
     kernels: dict[str, str]
     layers: dict[str, int]  # class -> how many in the model: stateful and attention layers
     seconds: float
@@ -158,7 +160,8 @@ def verify(
         was_training = probe.model.training
         probe.model.eval()
         try:
-            largest = max(probe.forward(), 0.0 if small is None else probe.gradients())
+            forward = probe.forward()
+            gradients = None if small is None else probe.gradients()
         finally:
             probe.model.train(was_training)
     kernels, warnings = _kernels_in_use(model, carried(model), device, packed=True)
@@ -168,8 +171,10 @@ def verify(
             f"{probe.ids_T.device.type} {next(model.parameters()).dtype}, with its own decay"
         )
     return PackingProof(
-        max_difference=largest,
+        max_difference=forward,
         tolerance=probe.tolerance,
+        max_gradient_difference=gradients,
+        gradient_tolerance=probe.gradient_tolerance,
         kernels=kernels,
         layers=_count(mixers(model)),
         seconds=time.perf_counter() - started,

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -36,8 +37,9 @@ def builders(args: argparse.Namespace) -> dict[str, Builder]:
     """What builds the tiny model of each architecture asked for. Errors: UserError for a name that does not exist."""
     known = architectures()
     for name in (name for name in args.architectures if name not in known):
-        near = difflib.get_close_matches(name, known, 3) or ["no name at all, for every architecture"]
-        raise UserError(f"transformers knows no causal language model {name!r}. Type: {', '.join(near)}")
+        near = difflib.get_close_matches(name, known, 3)
+        instead = f"Type: {' or '.join(near)}" if near else "Without a name the table has every architecture"
+        raise UserError(f"transformers knows no causal language model {name!r}. {instead}")
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # for tiny tensors more are slower
@@ -48,6 +50,8 @@ def builders(args: argparse.Namespace) -> dict[str, Builder]:
 
 def checkpoint(path: str) -> Builder:
     """Builds a tiny copy of the model at `path`, which is a directory or a name on the hub. Errors: UserError."""
+    if path.startswith((".", "/", "~")) and not Path(path).is_dir():
+        raise UserError(f"--path {path} is no directory. Give one that has a config.json, or a hub name.")
     try:
         config = AutoConfig.from_pretrained(path).get_text_config(decoder=True)
         with torch.device("meta"):
@@ -81,7 +85,8 @@ def table(rows: list[list[str]], markdown: bool) -> str:
         lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
         lines.insert(1, "|" + "---|" * len(rows[0]))
     else:
-        widths = [min(max(map(len, column)), 48) for column in zip(*rows, strict=True)]
+        rows = [[*(textwrap.shorten(cell, 48, placeholder=" ...") for cell in cells), last] for *cells, last in rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
 

@@ -18,11 +18,16 @@ from posttrain.models.packed.layers import carried, mixers
 WAY_OUT = "packing=padded works: it puts one document in a row."
 DOCUMENTS = (13, 1, 2, 65, 17, 64)  # lengths around the convolution's width and the chunk of 64
 
-# Relative to the largest value. Measured on every architecture that carries a state: rounding stays under 1e-5 in
-# fp32 and 0.013 in bf16 (gradients; 0.009 forward); boundaries dropped for one operation are at least 0.7 forward, one
-# boundary of six at least 0.19.
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.02}
-TF32_TOLERANCE = 0.01  # fused kernels multiply fp32 with 10 bits of mantissa
+# (forward, gradient), relative to the largest value. Measured on every architecture that packs: rounding stays under
+# 1e-5 in fp32; in bf16 under 0.009 forward and 0.05 on gradients (of attention sinks, of a bias of the keys).
+# Boundaries dropped for one operation are at least 0.7 forward, one boundary of six at least 0.19.
+TOLERANCE = {
+    torch.float64: (1e-4, 1e-4),
+    torch.float32: (1e-4, 1e-4),
+    torch.bfloat16: (0.03, 0.15),
+    torch.float16: (0.01, 0.05),
+}
+TF32_TOLERANCE = (0.01, 0.05)  # fused kernels multiply fp32 with 10 bits of mantissa
 
 Trace = list[tuple[str, Tensor]]  # (layer class, its output [T, D]) in order of execution, the logits last
 
@@ -36,9 +41,10 @@ class Probe:
 
     def __init__(self, model: PreTrainedModel):
         parameter = next(model.parameters())
-        self.model, self.device, self.tolerance = model, parameter.device, TOLERANCE[parameter.dtype]
+        self.model, self.device = model, parameter.device
+        self.tolerance, self.gradient_tolerance = TOLERANCE[parameter.dtype]
         if parameter.dtype is torch.float32 and self.device.type == "cuda":
-            self.tolerance = TF32_TOLERANCE
+            self.tolerance, self.gradient_tolerance = TF32_TOLERANCE
         self.reached: set[tuple[nn.Module, str]] = set()  # what boundaries were told to keep apart, by layer
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self.ids_T, self.other_T = torch.randint(self.vocabulary, (2, sum(DOCUMENTS)), device=self.device)
@@ -90,13 +96,14 @@ class Probe:
         )
         # some are zero but for rounding (of a bias of the keys, say): they are measured by the largest one
         floor = 0.1 * max(float(gradient.abs().max()) for _, gradient in separate)
-        largest = [self._compare(separate, packed, "the gradient of a packed row differs", floor)]
+        what = "the gradient of a packed row differs"
+        largest = [self._compare(separate, packed, what, self.gradient_tolerance, floor)]
         for mask_T, (reached_1TD, *_) in zip((self.odd_T, ~self.odd_T), halves, strict=True):
             what, own_1TD = (
                 "a document's loss has a gradient in its neighbours",
                 reached_1TD * mask_T[:, None],
             )
-            largest.append(self._compare([(whole, own_1TD)], [(whole, reached_1TD)], what))
+            largest.append(self._compare([(whole, own_1TD)], [(whole, reached_1TD)], what, self.gradient_tolerance))
         return max(largest)
 
     def _all_reached(self) -> None:
@@ -137,16 +144,18 @@ class Probe:
                 hook.remove()
         return [*trace, (type(self.model).__name__, logits[0])]
 
-    def _compare(self, expected: Trace, actual: Trace, what: str, floor: float = 1e-30) -> float:
+    def _compare(
+        self, expected: Trace, actual: Trace, what: str, tolerance: float | None = None, floor: float = 1e-30
+    ) -> float:
         """The largest relative difference. Errors: PackingLeak at the first layer past the tolerance."""
-        largest = 0.0
+        largest, tolerance = 0.0, self.tolerance if tolerance is None else tolerance
         for (name, wanted), (_, found) in zip(expected, actual, strict=True):
             scale = max(float(wanted.abs().max()), floor)
             relative = float((wanted.float() - found.float()).abs().max()) / scale
-            if not relative <= self.tolerance:  # also for NaN
+            if not relative <= tolerance:  # also for NaN
                 raise PackingLeak(
                     f"packing=thd is unsafe here: {name} leaks between documents ({what}, by {relative:.2g} "
-                    f"of the largest value; rounding stays under {self.tolerance:.0e}). {WAY_OUT}"
+                    f"of the largest value; rounding stays under {tolerance:.0e}). {WAY_OUT}"
                 )
             largest = max(largest, relative)
         return largest
