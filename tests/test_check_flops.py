@@ -111,7 +111,7 @@ def test_a_wrong_count_is_wrong(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "arguments, said",
-    [(["qwen35"], "'qwen35'. Type: qwen3_5"), (["--path", "./nowhere"], "--path ./nowhere: ")],
+    [(["qwen35"], "'qwen35'. Type: qwen3_5"), (["--path", "./nowhere"], "--path ./nowhere is no directory")],
 )
 def test_a_name_that_does_not_exist(arguments, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["check_flops.py", *arguments])

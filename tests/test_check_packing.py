@@ -48,7 +48,7 @@ def test_a_checkpoint_by_its_config_as_markdown(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments, said",
-    [(["qwen35"], "'qwen35'. Type: qwen3_5"), (["--path", "./nowhere"], "--path ./nowhere: ")],
+    [(["qwen35"], "'qwen35'. Type: qwen3_5"), (["--path", "./nowhere"], "--path ./nowhere is no directory")],
 )
 def test_a_name_that_does_not_exist(arguments, said, monkeypatch, capsys):
     """Refused before anything is patched, so this process may try it."""

@@ -85,7 +85,7 @@ def table(rows: list[list[str]], markdown: bool) -> str:
         lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
         lines.insert(1, "|" + "---|" * len(rows[0]))
     else:
-        rows = [[*(textwrap.shorten(cell, 48, placeholder=" ...") for cell in cells), last] for *cells, last in rows]
+        rows = [[name, *(textwrap.shorten(cell, 48) for cell in cells), last] for name, *cells, last in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
