@@ -89,7 +89,7 @@ def test_a_model_that_would_leak_is_refused_for_thd_and_runs_padded_without_mfu(
 
 def test_the_meter_changes_nothing(grpo):
     """A given peak, no meter, a measured peak: bitwise the same training."""
-    runs = [grpo("metrics.peak_tflops=1e-3"), grpo("metrics=none"), grpo()]
+    runs = [grpo("metrics.peak_tflops=1000"), grpo("metrics=none"), grpo()]
     kept = [
         [{k: v for k, v in record.items() if not k.startswith(("time/", "perf/"))} for record in run.training]
         for run in runs

@@ -586,3 +586,26 @@ def test_hardware_counts_the_decoder_layers_again(family, part):
 
 def test_an_empty_cost():
     assert PassCost()([5, 6], 7) == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "glm4_moe", "mistral"])
+def test_a_window_counts_where_the_model_makes_a_mask_of_it(family):
+    """A config may carry a window that no layer uses."""
+    wide, narrow = tiny(family), tiny(family)
+    narrow.config.sliding_window = 16
+    whole, less = (size(model).forward([TOKENS], 0) for model in (wide, narrow))
+    assert less < whole if family == "mistral" else less == whole
+
+
+def test_layers_beside_the_stack_and_copies_of_weights_are_refused():
+    """Whether they run cannot be seen from the modules: layers that predict further tokens, an adapter's copies."""
+    model = tiny("llama")
+    layer = type(model.model.layers[0])
+    model.model.mtp = nn.ModuleList([layer(model.config, 0)])
+    with pytest.raises(ValueError, match="mtp.0: whether this LlamaDecoderLayer runs is not known"):
+        size(model)
+    model = tiny("llama")
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.modules_to_save = nn.ModuleDict({"default": nn.Linear(8, 8)})
+    with pytest.raises(ValueError, match="modules_to_save: whether"):
+        size(model)

@@ -105,6 +105,13 @@ def test_peak_by_name(name, tflops):
         "NVIDIA A100X",
         "NVIDIA A100-SXM-64GB",  # a custom part with more units
         "Tesla V100-SXM2-16GB",
+        "Intel H200",  # one vendor's words with another's product
+        "AMD L4",
+        "AMD Instinct A100",
+        "NVIDIA MI300X",
+        "NVIDIA Gaudi3",
+        "Intel GeForce RTX 4090",
+        "NVIDIA GeForce H200",
         "",
     ],
 )
@@ -142,12 +149,29 @@ def test_peak_of_a_gpu_is_labelled_and_for_bf16_alone(gpu_called):
         peak_tflops(None, device, torch.float32)
 
 
-@pytest.mark.parametrize("name, of_a_slice", [("NVIDIA H100 80GB HBM3", 16), ("AMD Instinct MI300X", 38)])
+@pytest.mark.parametrize(
+    "name, of_a_slice",
+    [
+        ("NVIDIA H100 80GB HBM3", 16),
+        ("AMD Instinct MI300X", 38),
+        ("NVIDIA H20-3e", 32),
+        ("NVIDIA B300 SXM6 AC", 80),
+        ("NVIDIA GB200", 76),
+        ("NVIDIA GB300", 80),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 94),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 46),
+    ],
+)
 def test_a_slice_under_the_name_of_its_chip_has_no_peak(gpu_called, name, of_a_slice):
     whole = PROCESSORS[table_entry(name)]
     assert peak_tflops(None, gpu_called(name, whole), torch.bfloat16)[0] == PEAK_TFLOPS[table_entry(name)]
-    with pytest.raises(LookupError, match=f"{of_a_slice} of {whole} multiprocessors"):
+    with pytest.raises(LookupError, match=f"{of_a_slice} of at least {whole} multiprocessors: a slice"):
         peak_tflops(None, gpu_called(name, of_a_slice), torch.bfloat16)
+
+
+def test_every_entry_counts_multiprocessors_if_its_chip_can_be_sliced():
+    whole_only = {"A10", "A10G", "L4", "L40S", "RTX 3090", "RTX 4090", "RTX 5090", "Gaudi2", "Gaudi3"}
+    assert PEAK_TFLOPS.keys() - whole_only == PROCESSORS.keys()
 
 
 def test_override_wins_over_everything(gpu_called):
@@ -284,7 +308,9 @@ def test_interrupts_are_not_caught(model, monkeypatch):
 def test_overflow_is_absent_not_infinite(model):
     meter = meter_of(model, peak=1e-300)
     meter.record("update", [30], 30, training=True)
-    assert meter.metrics({"update": 1e-300, "step": 1.0}) == {"perf/mfu_unavailable": 1.0}
+    found = meter.metrics({"update": 1e-300, "step": 1.0})
+    assert found["perf/mfu_unavailable"] == 1 and "perf/mfu" not in found
+    assert all(math.isfinite(value) for value in found.values())
 
 
 def test_no_random_number_is_drawn(model):
@@ -431,3 +457,14 @@ def test_steps_after_a_pause_are_marked_and_hold_no_pause(faulty_runs):
     assert pauses == {"time/evaluation": [2, 4, 6], "time/checkpoint": [3, 6]}
     assert all("loss" not in record for record in run.records if pauses.keys() & record.keys())
     assert {"checkpoint", "evaluation"} <= run.summary["seconds"].keys()
+
+
+def test_a_rate_above_the_peak_is_absent_and_says_so(model, caplog):
+    """It cannot be: the peak is another device's, or the clock is wrong. FLOPs and TFLOP/s remain."""
+    meter = meter_of(model, peak=1e-9)
+    meter.record("update", [30], 30, training=True)
+    values = meter.metrics({"update": 0.01, "step": 0.02})
+    assert values["perf/mfu_unavailable"] == 1 and "perf/mfu" not in values and "perf/hfu" not in values
+    assert values["perf/tflops_per_device"] > 1e-9 and values["perf/flops_update"] > 0
+    assert "above the peak" in meter.summary()["reason"] and not meter.summary()["available"]
+    assert "metrics.peak_tflops" in caplog.text

@@ -11,7 +11,8 @@ matplotlib.use("Agg")
 from posttrain import report
 from posttrain.config import LoggerConf, LoggerName
 from posttrain.errors import UserError
-from posttrain.tracking import Tracker
+from posttrain.launch import close_run
+from posttrain.tracking import Tracker, merge_summary
 
 PEAK = {"available": True, "reason": None, "peak_tflops_per_device": 2.0, "peak_source": "metrics.peak_tflops"}
 OFF = {"available": False, "reason": "LookupError: the peak of 'NVIDIA Graphics Device' is not known"}
@@ -30,6 +31,14 @@ def write(directory, records, mfu=PEAK, strategy="full_shard"):
             tracker.log(step, metrics)
         tracker.summary(**({"mfu": mfu} if mfu else {}))
     (directory / "config.yaml").write_text(yaml.safe_dump({"fsdp": {"strategy": strategy}, "seed": 0}))
+    return directory
+
+
+def died(directory, error="UserError: data.path=nowhere.jsonl is not a file", strategy="hybrid_shard"):
+    """A run that failed before its first record, as the launcher closes it."""
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(yaml.safe_dump({"fsdp": {"strategy": strategy}, "seed": 0}))
+    close_run(directory, "failed", error)
     return directory
 
 
@@ -57,9 +66,11 @@ def test_averages_leave_out_warmup_and_an_evaluation_joins_its_step(tmp_path):
     (run,) = report.read(write(tmp_path / "one", records))
     assert list(run.steps.index) == [1, 2, 3, 4] and run.steps.loc[2, "eval/reward"] == 0.75
     row = report.table([run]).loc["one"]
-    assert row["steps"] == 3 and row["tokens/s"] == pytest.approx((200 + 300 + 400) / 3) and row["memory GB"] == 4
+    assert row["steps"] == 4 and row["steps averaged"] == 3
+    assert row["tokens/s"] == pytest.approx((200 + 300 + 400) / 3) and row["memory GB"] == 4
     assert row["MFU %"] == 25 and row["HFU %"] == 25 and row["MFU % of the step"] == 12.5
     assert row["peak TFLOP/s"] == 2.0 and row["peak from"] == "metrics.peak_tflops" and row["no MFU"] == ""
+    assert row["status"] == "completed" and row["error"] == ""
     axes = report.phases([run]).axes[0]
     widths = {bars.get_label(): bar.get_width() for bars in axes.containers for bar in bars}
     assert widths == pytest.approx({"rollout": 1.0, "update": 2.0, "rest": 0.5})  # and no evaluation
@@ -105,7 +116,8 @@ def test_a_meter_that_failed_in_step_5(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "mfu, reason", [({"available": False, "reason": "metrics=none"}, "metrics=none"), (None, "ended")]
+    "mfu, reason",
+    [({"available": False, "reason": "metrics=none"}, "metrics=none"), (None, "completed before its first step")],
 )
 def test_a_run_without_a_meter_or_without_steps(tmp_path, mfu, reason):
     records = [(n, step_of(n)) for n in (1, 2)] if mfu else []
@@ -134,12 +146,94 @@ def test_runs_alike_are_named_by_their_directories(tmp_path):
     assert [run.name for run in runs] == ["a", "b"]
 
 
+def test_jobs_alike_of_two_sweeps_keep_their_own_names(tmp_path):
+    for sweep in ("one", "two"):
+        for job in ("full_shard", "no_shard"):
+            write(tmp_path / sweep / job, metered([1, 2], mfu=0.5 if sweep == "two" else 0.25), strategy=job)
+    runs = report.read(tmp_path / "one", tmp_path / "two", tmp_path / "two" / "no_shard")  # the last is there already
+    names = ["one/full_shard", "one/no_shard", "two/full_shard", "two/no_shard"]
+    assert [run.name for run in runs] == names
+    assert list(report.table(runs)["MFU %"].items()) == list(zip(names, [25, 25, 50, 50], strict=True))
+    assert [bar.get_width() for bar in panel(report.bars(runs), "MFU %").patches] == [25, 25, 50, 50]
+    assert list(report.agreement(runs).index) == names
+
+
+def figures(runs):
+    return [report.curves(runs, report.EFFICIENCY), report.bars(runs), report.phases(runs)]
+
+
+def test_a_job_that_failed_before_its_first_record_is_named_and_not_drawn(tmp_path):
+    sweep = tmp_path / "sweep"
+    died(sweep / "a")
+    write(sweep / "b", metered(range(1, 4)))
+    runs = report.read(sweep)
+    row = report.table(runs).loc["hybrid_shard"]
+    assert row["status"] == "failed" and row["steps"] == 0 and "nowhere.jsonl" in row["error"]
+    assert math.isnan(row["MFU %"]) and math.isnan(row["tokens/s"])
+    for figure in figures(runs):
+        assert "failed before its first step: UserError: data.path=nowhere.jsonl" in texts(figure.axes[0])
+        figure.canvas.draw()
+    curve, *_ = panel(report.curves(runs, report.EFFICIENCY), "reward").lines
+    assert curve.get_label() == "hybrid_shard" and len(curve.get_xdata()) == 0
+    axes = panel(report.bars(runs), "tokens/s")
+    assert [bar.get_width() > 0 for bar in axes.patches] == [False, True] and axes.get_ylim() == (1.5, -0.5)
+    assert math.isnan(axes.patches[0].get_width())  # no bar, not one of 0
+    agreement = report.agreement(runs)  # from the first that has steps
+    assert agreement.index.name == "largest difference from full_shard"
+    assert list(agreement["steps compared"]) == [0, 3] and agreement.loc["full_shard", "loss"] == 0
+
+
+def test_a_single_run_without_records_shows_its_error(tmp_path):
+    runs = report.read(died(tmp_path / "one", error="Traceback:\n  line\n" * 40 + "KeyError: 'x'"))
+    assert "KeyError: 'x'" in report.table(runs).loc["one", "error"]
+    for figure in figures(runs):
+        assert "failed before its first step: Traceback" in texts(figure.axes[0]) and len(texts(figure.axes[0])) < 250
+    found = report.agreement(runs)
+    assert found.index.name == "no run has a step" and found.loc["one", "steps compared"] == 0
+
+
+def test_a_run_still_on_or_interrupted_says_so(tmp_path):
+    write(tmp_path / "a", metered([1, 2]))
+    write(tmp_path / "b", metered([1]), strategy="no_shard")
+    merge_summary(tmp_path / "a", status="running")
+    merge_summary(tmp_path / "b", status="interrupted", error="SIGTERM")
+    found = report.table(report.read(tmp_path))
+    assert list(found["status"]) == ["running", "interrupted"] and list(found["error"]) == ["", "SIGTERM"]
+
+
+def test_runs_of_different_lengths_agree_over_the_steps_of_both(tmp_path):
+    write(tmp_path / "a", metered(range(1, 6)))
+    write(tmp_path / "b", metered(range(1, 4)), strategy="no_shard")
+    assert list(report.agreement(report.read(tmp_path))["steps compared"]) == [5, 3]
+
+
+@pytest.mark.parametrize("missing", ["config.yaml", "summary.json"])
+def test_a_missing_file_is_named(tmp_path, missing):
+    write(tmp_path / "a", metered([1, 2, 3]))
+    write(tmp_path / "b", metered([1, 2, 3]), strategy="no_shard")
+    (tmp_path / "a" / missing).unlink()
+    runs = report.read(tmp_path)
+    row = report.table(runs).iloc[0]
+    assert row["error"] == f"no {missing}" and row["steps"] == 3 and row["MFU %"] == 25 and row["no MFU"] == ""
+    assert row["status"] == ("unknown" if missing == "summary.json" else "completed")
+    assert [run.name for run in runs] == (["full_shard", "no_shard"] if missing == "summary.json" else ["a", "b"])
+
+
+def test_steps_without_mfu_and_without_a_summary(tmp_path):
+    directory = write(tmp_path / "one", [(n, step_of(n)) for n in (1, 2)])
+    (directory / "summary.json").unlink()
+    assert report.table(report.read(directory)).loc["one", "no MFU"] == "no reason in summary.json"
+
+
 def test_newest(tmp_path):
     for age, directory in enumerate(["2026-01-02", "2026-01-01/fsdp-no_shard", "2026-01-03"]):
         write(tmp_path / directory, metered([1]))
-        os.utime(tmp_path / directory / "metrics.jsonl", (1000 - age, 1000 - age))
+        for name in ("metrics.jsonl", "summary.json"):
+            os.utime(tmp_path / directory / name, (1000 - age, 1000 - age))
     assert report.newest(tmp_path).name == "2026-01-02"  # the last to be written, whatever its name
     assert report.newest(tmp_path, sweep=True).name == "2026-01-01"
+    died(tmp_path / "2026-01-04")  # the last of all, and without a record
+    assert report.newest(tmp_path).name == "2026-01-04"
 
 
 def test_nothing_to_read_says_what_to_type(tmp_path):

@@ -99,7 +99,14 @@ class Meter:
             rates["hfu"] = tflops("update", self._hardware)
         if flops:
             rates["mfu_step"] = tflops("step", sum(flops.values()))
+        if self.peak_tflops and rates and (highest := max(rates.values())) > self.peak_tflops:
+            self._no_peak(f"{highest:.3g} TFLOP/s a device is above the peak of {self.peak_tflops:.3g}")
         return values | {f"perf/{name}": rate / self.peak_tflops for name, rate in rates.items() if self.peak_tflops}
+
+    def _no_peak(self, found: str) -> None:
+        """An MFU above 1 is wrong: the peak, or the clock. What does not divide by the peak remains."""
+        self.reason, self.peak_tflops = f"{found}; give metrics.peak_tflops=", None
+        logging.getLogger(__name__).warning("no MFU from here on: %s", self.reason)
 
     def summary(self) -> dict[str, bool | str | float | None]:
         tokens = self._trained["tokens"]

@@ -17,15 +17,21 @@ PEAK_TFLOPS = {
     "RTX PRO 6000 Blackwell Workstation": 503.8, "RTX PRO 6000 Blackwell Max Q Workstation": 438.9,
     "MI250X": 191.5, "MI300X": 1307, "MI325X": 1307, "MI355X": 2500, "Gaudi2": 432, "Gaudi3": 1677,
 }  # fmt: skip
-# Words beside an entry's that change nothing. Any other (Ti, D, Laptop, MIG, GRID, Max-Q) is another product.
-NEUTRAL_WORDS = set(
-    "nvidia amd instinct geforce intel habana sxm sxm2 sxm3 sxm4 sxm5 sxm6 oam pcie ac edition "
-    "40gb 80gb 141gb 180gb 192gb 288gb hbm2e hbm3e".split()
-)
-# Multiprocessors of a whole chip, where it can be sliced. A slice may carry the name of its chip.
+# Words beside an entry's that change nothing, by how the entry begins: each vendor's stand with its own products alone.
+# Any other (Ti, D, Laptop, MIG, GRID, Max-Q) is another product.
+NEUTRAL_WORDS = {
+    "MI": set("amd instinct oam 192gb 288gb hbm3e".split()),
+    "Gaudi": set("intel habana oam pcie".split()),
+    "RTX": set("nvidia geforce edition".split()),
+    "": set("nvidia sxm sxm2 sxm3 sxm4 sxm5 sxm6 pcie ac 40gb 80gb 141gb 180gb 192gb 288gb hbm2e hbm3e".split()),
+}
+# The fewest multiprocessors of a whole chip, where it can be sliced. A slice may carry the name of its chip.
 PROCESSORS = {
     "A100": 108, "A800": 108, "H100 80GB HBM3": 132, "H100 PCIe": 114, "H100 NVL": 132, "H200": 132, "H200 NVL": 132,
     "H20": 78, "GH200 480GB": 132, "B200": 148, "MI250X": 110, "MI300X": 304, "MI325X": 304, "MI355X": 256,
+    "RTX PRO 6000 Blackwell Workstation": 188, "RTX PRO 6000 Blackwell Max Q Workstation": 188,
+    # How many of these are enabled is not sure. A whole one has more than this, a slice of half of it has not.
+    "H20 3e": 60, "B300": 120, "GB200": 120, "GB300": 120,
 }  # fmt: skip
 
 
@@ -44,7 +50,9 @@ def peak_tflops(override: float | None, device: torch.device, dtype: torch.dtype
     entry = table_entry(name)
     whole = PROCESSORS.get(entry, 0)
     if whole and (found := module.get_device_properties(device).multi_processor_count) < whole:
-        raise LookupError(f"{name!r} shows {found} of {whole} multiprocessors: a slice; give metrics.peak_tflops=")
+        raise LookupError(
+            f"{name!r} has {found} of at least {whole} multiprocessors: a slice; give metrics.peak_tflops="
+        )
     return float(PEAK_TFLOPS[entry]), f"table: {name}"
 
 
@@ -56,9 +64,10 @@ def table_entry(name: str) -> str:
     words = re.findall(r"\w+", name.lower())
     for entry in sorted(PEAK_TFLOPS, key=lambda entry: len(entry.split()), reverse=True):
         wanted = entry.lower().split()
+        neutral = next(some for start, some in NEUTRAL_WORDS.items() if entry.startswith(start))
         for start in range(len(words) - len(wanted) + 1):
             end = start + len(wanted)
-            if words[start:end] == wanted and NEUTRAL_WORDS.issuperset(words[:start] + words[end:]):
+            if words[start:end] == wanted and neutral.issuperset(words[:start] + words[end:]):
                 return entry
     raise LookupError(f"the peak of {name!r} is not known; give metrics.peak_tflops=")
 

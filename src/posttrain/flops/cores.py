@@ -6,6 +6,7 @@ kind counted here was compared with a FLOP counter on the running layer (recipes
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -123,7 +124,10 @@ def _span(name: str, attention: nn.Module, config) -> Span:
         raise ValueError(f"{name}: {_class(attention)} is attention of the kind {kind!r}, which is not counted")
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
-    return getattr(config, "sliding_window", None)
+    # The model masks for all its layers. A config may have a window that the model makes no mask of.
+    file = next(base.__module__ for base in type(attention).__mro__ if "forward" in vars(base))
+    masks = kind is not None or hasattr(sys.modules[file], "create_sliding_window_causal_mask")
+    return getattr(config, "sliding_window", None) if masks else None
 
 
 def _class(module: object) -> str:

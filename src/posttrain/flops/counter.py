@@ -37,6 +37,8 @@ def count(model: PreTrainedModel, lengths: Sequence[int], logits: int | None = N
             choose(ours)
         except ValueError:  # the model's classes have no choice
             choose("eager")
+    if model.config._attn_implementation != NAME:  # some say so in their log only
+        model.set_attn_implementation("eager")
     ids_T = torch.arange(sum(lengths)) % model.config.get_text_config(decoder=True).vocab_size
     arguments = {"input_ids": ids_T[None], "use_cache": False}
     if len(lengths) > 1:

@@ -14,7 +14,7 @@ from posttrain.flops.cores import check_layers, find_core, refused
 from posttrain.flops.cost import FlopsCounter, total
 
 # Not run on text alone: towers of other inputs, and attention to an encoder that a causal language model lacks.
-TOWERS = re.compile(r"(^|\.)\w*(vision|visual|image|audio|speech|embed_tokens_extend)\w*(\.|$)")
+TOWERS = re.compile(r"(^|[._])(vision|visual|image|audio|speech|embed_tokens_extend)\w*(\.|$)")
 CROSS_ATTENTION = re.compile(r"(^|\.)encoder_attn(\.|$)")
 IN_ATTENTION = re.compile(r"\.(attention|self_attention|self_attn|attn|self_att)\.")
 
@@ -75,6 +75,7 @@ class _Walk:
             self.modules["lm_head"] = self.head
         self.layers = self._find_layers()
         self._refuse_reuse()
+        self._refuse_beside_the_layers()
         base = model.base_model  # what is beside it runs on the positions with logits alone
         self.per_logit = set(map(id, self.modules.values())) - set(map(id, base.modules())) if base is not model else ()
         self.cores = {}
@@ -112,6 +113,14 @@ class _Walk:
             shared = layers[0] != layers[1] and all(layer in self.layers for layer in layers)
             if before != name and not shared and any(True for _ in module.parameters()):
                 raise ValueError(f"{name}: this {_class(module)} runs more than once in a pass, it is {before} too")
+
+    def _refuse_beside_the_layers(self) -> None:
+        """More layers of the decoder's kind (to predict further tokens, say), or a weight and its trained copy."""
+        kinds = {type(layer) for layer in self.layers.values()}
+        for name, module in self.modules.items():
+            beside = _layer(name) not in self.layers and type(module) in kinds
+            if beside or name.endswith(".modules_to_save"):
+                raise ValueError(f"{name}: whether this {_class(module)} runs is not known")
 
     def matmuls(self, name: str, module: nn.Module) -> Iterator[tuple]:
         """Yield (part, unit, forward FLOPs, weight) of the module's own multiplications.
