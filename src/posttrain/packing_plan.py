@@ -113,7 +113,7 @@ def document_cost(model: PreTrainedModel) -> PassCost:
     """
     try:
         return size(model).forward_cost
-    except ValueError:
+    except (ValueError, AttributeError, TypeError):  # refused, or a model of other rules
         config = model.config.get_text_config(decoder=True)
         layers, width = (getattr(config, name, None) or 1 for name in ("num_hidden_layers", "hidden_size"))
         looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
