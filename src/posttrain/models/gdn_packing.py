@@ -66,7 +66,8 @@ def patch(model: PreTrainedModel, device: torch.device | str | None = None, pack
     """Make the stateful layers of `model` honour `boundaries`, and choose kernels by device. Idempotent.
 
     Replaces module-level functions, so it holds for every model of the same classes in the process; a hook on
-    `model` checks the boundaries of each call. `packed=False` (for packing=padded) chooses kernels and refuses no model.
+    `model` checks the boundaries of each call. `packed=False` (for packing=padded) chooses kernels and refuses
+    no model.
     Errors: UserError for a transformers version, a layer class or hub kernels that cannot be made right.
     """
     version = Version(transformers.__version__)
