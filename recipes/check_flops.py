@@ -11,8 +11,6 @@ Exit status 1 if a count differs, or if a named one is refused.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
 from dataclasses import dataclass, field
 
@@ -20,7 +18,7 @@ from torch import nn
 
 from posttrain.errors import UserError
 from posttrain.flops import counter, size
-from posttrain.models.survey import Builder, arguments, builders, one_line, progress, summary, table, versions
+from posttrain.models.survey import Builder, arguments, builders, one_line, progress, show, summary, table
 
 LENGTHS = (70,)  # more than a window or chunk of a tiny model
 LOGITS = 7
@@ -95,11 +93,7 @@ def main() -> int:
     checks = [Check(architecture=name) for name in models]
     for result in progress(checks, "counting"):
         compare(result, models[result.architecture])
-    if args.json:
-        found = {"versions": versions(), "lengths": LENGTHS, "checks": [dataclasses.asdict(c) for c in checks]}
-        print(json.dumps(found, indent=2))
-    else:
-        print(text(checks, args.markdown))
+    show(args, checks, text, lengths=LENGTHS)
     named = args.path or args.architectures
     verdicts = {result.verdict for result in checks}
     return int("WRONG" in verdicts or bool(named and verdicts != {"counted"}))

@@ -11,8 +11,6 @@ difference from each document alone, as a part of the largest value. Exit status
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
 from dataclasses import dataclass, field
 
@@ -22,7 +20,7 @@ from transformers import PreTrainedModel
 from posttrain.errors import UserError
 from posttrain.models import gdn_packing
 from posttrain.models.packed.probe import WAY_OUT
-from posttrain.models.survey import Builder, arguments, builders, one_line, progress, summary, table, versions
+from posttrain.models.survey import Builder, arguments, builders, one_line, progress, show, summary, table
 
 DOCUMENTS = (13, 2, 17)
 
@@ -107,11 +105,7 @@ def main() -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    if args.json:
-        found = {"versions": versions(), "documents": DOCUMENTS, "checks": [dataclasses.asdict(c) for c in checks]}
-        print(json.dumps(found, indent=2))
-    else:
-        print(text(checks, args.markdown))
+    show(args, checks, text, documents=DOCUMENTS)
     named = args.path or args.architectures
     return int(bool(named) and any(result.verdict != "packs" for result in checks))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import functools
+import json
 import sys
 import textwrap
 import warnings
@@ -89,6 +91,15 @@ def table(rows: list[list[str]], markdown: bool) -> str:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
+
+
+def show(args: argparse.Namespace, checks: Sequence, text: Callable[[Sequence, bool], str], **measured) -> None:
+    """The results, which are dataclasses, as JSON with what was `measured`, or as the table that `text` makes."""
+    if args.json:
+        found = {"versions": versions(), **measured, "checks": [dataclasses.asdict(check) for check in checks]}
+        print(json.dumps(found, indent=2))
+    else:
+        print(text(checks, args.markdown))
 
 
 def summary(verdicts: Sequence[str], kinds: Sequence[str]) -> str:
