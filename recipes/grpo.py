@@ -1,12 +1,13 @@
-"""GRPO: group relative policy optimisation (DeepSeekMath, arXiv:2402.03300), on accelerate's FSDP2.
+"""GRPO: group relative policy optimisation (DeepSeekMath, arXiv:2402.03300) and its kin, on accelerate's FSDP2.
 
     python recipes/grpo.py model=qwen3_5_dense packing=thd
+    python recipes/grpo.py loss=dapo
     python recipes/grpo.py -m fsdp=full_shard,shard_grad_op,hybrid_shard,no_shard launch.nproc=4
 
 For each step: sample G completions of each of P prompts; reward each; its advantage is its reward relative to its
-group; raise the probability of its tokens in proportion, clipped as in PPO. What is left out of the paper's version:
-the KL penalty and its reference model (coefficient 0 is today's practice), and the critic, which GRPO has none of.
-What is on by default and not in the paper: DAPO's token-level mean and its higher upper clip.
+group; raise the probability of its tokens in proportion, clipped as in PPO. There is no critic. `loss=` picks one of
+the published variants, which differ in advantages, surrogate and normalisation (docs/algorithms.md). The paper's KL
+penalty is off by default: loss.kl.coefficient=1e-3 brings it and its reference model back.
 
 Shape suffixes: P prompts, G samples of a prompt, B rows of a micro-batch, K tokens of it that are predicted.
 """
@@ -17,29 +18,24 @@ if __name__ == "__main__":
     main(__file__)  # reads the config, makes the run directory and starts the ranks, which import this file again
 
 import dataclasses
-import math
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from posttrain import checkpoint, losses, optim, packing
+from posttrain.advantages import advantages, informative, overlong_penalty, token_weights
 from posttrain.config import GRPOConf, MetricsName, PackingMode
-from posttrain.data.tasks import batch, make_task
+from posttrain.data.tasks import batch, further, make_task
 from posttrain.evaluation import evaluate
-from posttrain.fsdp import (
-    from_all_ranks,
-    gathered,
-    make_accelerator,
-    reduce_over_ranks,
-    sharding,
-    synchronise_gradients,
-)
-from posttrain.logprobs import token_logprobs
-from posttrain.metrics import completion_metrics, performance_metrics, reward_metrics, timed
+from posttrain.fsdp import from_all_ranks, gathered, make_accelerator, sharding, synchronise_gradients
+from posttrain.logprobs import find_head, token_logprobs
+from posttrain.metrics import UpdateMetrics, completion_metrics, performance_metrics, reward_metrics, timed
 from posttrain.models import gdn_packing
 from posttrain.models.loading import compute_dtype, describe, end_token_ids, load
+from posttrain.reference import make_reference
 from posttrain.rollout.local import generate
 from posttrain.tracking import Tracker, truncate_after
 
@@ -47,6 +43,7 @@ from posttrain.tracking import Tracker, truncate_after
 def train(cfg: GRPOConf, run_dir: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(cfg.seed)
+    P, G = cfg.prompts_per_step, cfg.rollout.group_size
 
     # Model, with the packing patch: documents of one row must not see each other, also not through the recurrent
     # state of Gated DeltaNet layers. The probe shows that they do not, or stops the run.
@@ -57,19 +54,23 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
     kernels = gdn_packing.patch(model, device, packed=packed)
     proof = gdn_packing.verify(model, device, dtype) if packed and cfg.packing.verify else None
     report = dataclasses.asdict(proof or kernels)
+    head = find_head(model)
+    report["kernels"]["logprobs"] = head.description
 
     task = make_task(cfg.task, tokenizer)
     cost, longest = packing.document_cost(model), packing.longest(model)
     report["warnings"] += packing.short_of_room(task.train, cfg.rollout.max_new_tokens, longest)
     end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
     model, optimizer = accelerator.prepare(model, optim.make_optimizer(model, cfg.optim))
+    reference = make_reference(model, cfg.loss.kl)
+    logprobs_of = partial(token_logprobs, model, temperature=cfg.rollout.temperature, head=head)
     meter = None
     if cfg.metrics.name is MetricsName.mfu:
         from posttrain.mfu import make_meter  # metrics=none does without
 
         meter = make_meter(cfg.metrics, model, device, dtype, world)
     resumed = checkpoint.find(cfg.resume, run_dir)
-    start = checkpoint.load(accelerator, model, resumed) if resumed else 0
+    start = checkpoint.load(accelerator, model, resumed, reference) if resumed else 0
     if checkpoint.nothing_left(cfg.resume, start, cfg.steps):
         return
     if rank == 0:
@@ -89,68 +90,104 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
         }
         tracker.start(facts)
         warmup = True  # the first step compiles, and one after a pause finds caches cold
+        skipped = 0  # updates in a row
         for step in range(start, cfg.steps):
             seconds, began = {}, time.perf_counter()
 
-            # Rollouts: this rank samples its share of the prompts, then every rank knows all samples.
-            with timed(seconds, "rollout"):
-                prompts = list(enumerate(batch(task.train, cfg.prompts_per_step, step, cfg.seed)))
-                with gathered(model) as bare:
-                    mine = generate(
-                        bare, prompts[rank::world], cfg.rollout, key=(0, cfg.seed, step), end_ids=end_ids, pad_id=pad_id
-                    )
-                dist.barrier()  # the phase ends when the slowest rank ends it
-            with timed(seconds, "reward"):
-                scored = from_all_ranks([(rollout, task.score(rollout, tokenizer)) for rollout in mine])
-                scored.sort(key=lambda pair: pair[0].group)  # stable: the samples of a group stay in order
-                rollouts, scores = [r for r, _ in scored], [s for _, s in scored]
+            # Rollouts: each rank samples its share of the prompts, then every rank knows all groups of samples and
+            # their rewards. Dynamic sampling draws further prompts in place of those whose samples are rewarded alike.
+            problems, groups, scores = batch(task.train, P, step, cfg.seed), [], []
+            for tries_left in reversed(range(1 + cfg.loss.dynamic_sampling)):
+                with timed(seconds, "rollout"):
+                    mine = list(enumerate(problems))[len(groups) :][rank::world]
+                    with gathered(model) as bare:
+                        sampled = generate(
+                            bare, mine, cfg.rollout, key=(0, cfg.seed, step), end_ids=end_ids, pad_id=pad_id
+                        )
+                    dist.barrier()  # the phase ends when the slowest rank ends it
+                with timed(seconds, "reward"):
+                    scored = from_all_ranks([(rollout, task.score(rollout, tokenizer)) for rollout in sampled])
+                    scored.sort(key=lambda pair: pair[0].group)  # stable: the samples of a group stay in order
+                    groups += [[rollout for rollout, _ in scored[n : n + G]] for n in range(0, len(scored), G)]
+                    scores += [rewards for _, rewards in scored]
+                    lengths_PG = torch.tensor([[len(r.completion_ids) for r in group] for group in groups])
+                    penalties_PG = overlong_penalty(lengths_PG, cfg.rollout.max_new_tokens, cfg.loss.overlong)
+                    rewards_PG = torch.tensor([rewards["total"] for rewards in scores]).view(-1, G) + penalties_PG
+                lacking = P - informative(rewards_PG).sum().item() if tries_left else 0
+                problems += further(task.train, lacking, problems, step, cfg.seed)
+                if len(problems) == len(groups):
+                    break
 
-            # Advantages. A completion whose reward is NaN could not be scored, and one beyond the model's positions is
-            # refused: weight 0.
-            rewards_PG = torch.tensor([s["total"] for s in scores]).view(-1, cfg.rollout.group_size)
-            advantages = losses.advantages(rewards_PG, cfg.loss.advantage_scale).flatten().tolist()
-            refused = [len(r) > longest for r in rollouts]
-            weights = losses.token_weights(
-                [
-                    0 if math.isnan(a) or out else len(r.completion_ids)
-                    for a, out, r in zip(advantages, refused, rollouts, strict=True)
-                ],
-                cfg.loss.aggregation,
-                cfg.rollout.max_new_tokens,
-            )
+            # Advantages, and the tokens that count: those of a completion that could be scored (no NaN), is not beyond
+            # the model's positions and, if so asked, was not truncated.
+            chosen = torch.argsort(~informative(rewards_PG), stable=True)[:P].sort().values
+            batch_groups = [groups[p] for p in chosen]
+            advantages_PG = advantages(rewards_PG[chosen], lengths_PG[chosen], cfg.loss)
+            refused_PG = torch.tensor([[len(r) > longest for r in group] for group in batch_groups])
+            left_out_PG = advantages_PG.isnan() | refused_PG
+            if cfg.loss.mask_truncated:
+                left_out_PG |= torch.tensor([[not r.finished for r in group] for group in batch_groups])
+            counted_PG = lengths_PG[chosen].masked_fill(left_out_PG, 0)
 
-            # Packed update: the loss is the sum over all tokens of all ranks of weight * token loss. Documents whose
-            # advantage is 0 add nothing to it but count in the weights: they are not computed.
-            with timed(seconds, "update"):
+            # Mini-batches of whole groups, packed. The loss of one is the sum over all tokens of all ranks of weight *
+            # token loss. Documents without a gradient count in the weights, but are not computed.
+            plans, spare = [], packing.spare(groups[0][0])
+            for n in range(cfg.loss.mini_batches):
+                share = slice(n, None, cfg.loss.mini_batches)
+                rollouts = [rollout for group in batch_groups[share] for rollout in group]
+                weights = token_weights(
+                    counted_PG[share].flatten().tolist(), cfg.loss.aggregation, cfg.rollout.max_new_tokens
+                )
                 documents = [
-                    packing.Document(rollout=r, advantage=a, weight=w, index=n)
-                    for n, (r, a, w) in enumerate(zip(rollouts, advantages, weights, strict=True))
-                    if w and a
+                    packing.Document(rollout=r, advantage=a, weight=w, index=i)
+                    for i, (r, a, w) in enumerate(
+                        zip(rollouts, advantages_PG[share].flatten().tolist(), weights, strict=True)
+                    )
+                    if w and (a or cfg.loss.every_token_counts)
                 ]
-                plan = packing.plan(documents, packing.spare(rollouts[0]), cfg.packing, world, cost)
-                micro_batches = [packing.build(row, cfg.packing, pad_id, device) for row in plan[rank]]
+                plans.append(packing.plan(documents, spare, cfg.packing, world, cost))
+            mini_batches = [[packing.build(row, cfg.packing, pad_id, device) for row in plan[rank]] for plan in plans]
+
+            # Logprobs to compare with: of the policy that sampled, which only a second optimizer step needs (the first
+            # one's own are these), and of the reference.
+            if cfg.loss.optimizer_steps > 1:
+                with timed(seconds, "logprobs"):
+                    mini_batches = with_logprobs("old_logprobs_BK", mini_batches, logprobs_of)
+            if reference:
+                with timed(seconds, "logprobs"), reference.in_place(model):
+                    mini_batches = with_logprobs("reference_logprobs_BK", mini_batches, logprobs_of)
+
+            with timed(seconds, "update"):
                 optim.set_learning_rate(optimizer, lr := optim.learning_rate(cfg.optim, step, cfg.steps))
-                trained, old_logprobs = {}, None  # of the policy that sampled: those of the first update, before it
-                for _ in range(cfg.loss.updates_per_rollout):
-                    last, old_logprobs = update(accelerator, model, optimizer, micro_batches, old_logprobs, cfg)
-                    trained |= last
+                trained = UpdateMetrics()
+                for plan, rows in list(zip(plans, mini_batches, strict=True)) * cfg.loss.updates_per_rollout:
+                    grad_norm, token_losses = update(accelerator, model, optimizer, rows, logprobs_of, trained, cfg)
+                    skipped = skipped + 1 if grad_norm is None else 0
+                    if skipped:
+                        groups_at_fault = from_all_ranks(packing.not_finite(token_losses, plan[rank], cfg.packing))
+                        at_fault = [problems[group].index for group in groups_at_fault]
+                        optim.say_skipped(step + 1, skipped, at_fault, cfg.optim)
+                if reference and cfg.loss.kl.refresh_every and (step + 1) % cfg.loss.kl.refresh_every == 0:
+                    reference.refresh(model, cfg.loss.kl.refresh_mix)
 
             metrics = {
                 **reward_metrics(rewards_PG, scores),
-                **completion_metrics(rollouts),
-                **trained,
-                **packing.statistics(plan, cfg.packing, cost, sum(refused)),
+                **({"rewards/overlong/mean": penalties_PG.mean().item()} if cfg.loss.overlong.buffer else {}),
+                **completion_metrics([rollout for group in groups for rollout in group]),
+                **trained.over_ranks(sampler_known=cfg.rollout.top_p == 1),
+                **packing.statistics(plans, cfg.packing, cost, refused_PG.sum().item()),
+                **({"dynamic_sampling/prompts": len(problems)} if cfg.loss.dynamic_sampling else {}),
                 "learning_rate": lr,
-                "num_tokens": sum(map(len, rollouts)),
+                "num_tokens": sum(len(rollout) for group in groups for rollout in group),
             }
             if meter:
-                groups = [
-                    rollouts[n : n + cfg.rollout.group_size] for n in range(0, len(rollouts), cfg.rollout.group_size)
-                ]
                 meter.record_rollout([(len(g[0].prompt_ids), [len(r.completion_ids) for r in g]) for g in groups])
-                predicted = sum(len(d.rollout.completion_ids) for d in documents)
+                packed = [d for plan in plans for share in plan for row in share for d in row if d.weight]
+                work = [len(d) for d in packed], sum(len(d.rollout.completion_ids) for d in packed)
+                for _ in range((cfg.loss.optimizer_steps > 1) + bool(reference)):
+                    meter.record("logprobs", *work)
                 for _ in range(cfg.loss.updates_per_rollout):
-                    meter.record("update", [len(d) for d in documents], predicted, training=True)
+                    meter.record("update", *work, training=True)
             seconds["step"] = time.perf_counter() - began
             metrics |= performance_metrics(seconds, metrics["num_tokens"], device, warmup)
             metrics |= meter.metrics(seconds) if meter else {}
@@ -166,7 +203,7 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
                 tracker.log(step + 1, held_out and held_out | {"time/evaluation": pauses["evaluation"]})
             if cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0:  # after the records that it stands for
                 with timed(pauses, "checkpoint"):
-                    checkpoint.save(accelerator, model, run_dir, step + 1, cfg.checkpoint.keep)
+                    checkpoint.save(accelerator, model, run_dir, step + 1, cfg.checkpoint.keep, reference)
                 tracker.log(step + 1, {"time/checkpoint": pauses["checkpoint"]})
             warmup = bool(pauses)
 
@@ -180,52 +217,28 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
             tracker.summary(mfu=meter.summary())
 
 
-def update(accelerator, model, optimizer, micro_batches, old_logprobs, cfg: GRPOConf):
+@torch.no_grad()
+def with_logprobs(field, mini_batches, logprobs_of):
+    """The same micro-batches with the logprobs of the policy that the model holds at this moment in `field`."""
+    return [[dataclasses.replace(row, **{field: logprobs_of(row)[0]}) for row in rows] for rows in mini_batches]
+
+
+def update(accelerator, model, optimizer, rows, logprobs_of, trained: UpdateMetrics, cfg: GRPOConf):
     """One optimizer step on this rank's micro-batches, of which every rank has equally many.
 
-    Returns the step's metrics over all ranks, and the logprobs [B, K] of each micro-batch before the step if
-    `old_logprobs` is None, else `old_logprobs`.
+    Returns the gradient's norm, None where the step was skipped (on all ranks), and the token losses [B, K] of each
+    micro-batch.
     """
-    total: dict[str, torch.Tensor] = {}
-    gaps = torch.zeros(2, device=accelerator.device)  # the largest log-ratio of trainer to sampler, and minus the least
-    before_update = []
-    for n, row in enumerate(micro_batches):
-        with synchronise_gradients(model, accelerator, last=n + 1 == len(micro_batches)):
-            logprobs_BK, entropy_BK = token_logprobs(model, row, cfg.rollout.temperature)
-            before_update.append(logprobs_BK.detach())
-            old_BK = logprobs_BK.detach() if old_logprobs is None else old_logprobs[n]
-            losses_BK, low_BK, high_BK = losses.clipped_surrogate(logprobs_BK, old_BK, row.advantages_BK, cfg.loss)
-            loss = (row.weights_BK * losses_BK).sum()
+    total, token_losses = torch.zeros((), device=accelerator.device), []
+    for n, row in enumerate(rows):
+        with synchronise_gradients(model, accelerator, last=n + 1 == len(rows)):
+            logprobs_BK, entropy_BK = logprobs_of(row, entropy_gradient=cfg.loss.entropy_coefficient != 0)
+            terms = losses.policy_terms(logprobs_BK, entropy_BK, row, cfg.loss)
+            loss = (row.weights_BK * terms.loss_BK).sum()
             accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over ranks
-
-        counts_BK = row.weights_BK > 0
-        gap_BK = (logprobs_BK.detach() - row.sampled_logprobs_BK).where(counts_BK, 0.0)
-        gaps = torch.maximum(gaps, torch.stack([gap_BK.max(), -gap_BK.min()]))
-        for name, value in {
-            "loss": loss,
-            "tokens": counts_BK.sum(),
-            "entropy": (entropy_BK * counts_BK).sum(),
-            "clip_ratio/low_mean": (low_BK & counts_BK).sum(),
-            "clip_ratio/high_mean": (high_BK & counts_BK).sum(),
-            "sampling/logp_difference/mean": gap_BK.abs().sum(),
-            "sampling/importance_sampling_ratio/mean": (gap_BK.exp() * counts_BK).sum(),
-            "sampling/kl": (torch.expm1(gap_BK) - gap_BK).sum(),  # k3 estimate of KL(sampler || trainer)
-        }.items():
-            total[name] = total.get(name, 0.0) + value.detach().double()
-    grad_norm = accelerator.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-
-    sums = reduce_over_ranks(total, dist.ReduceOp.SUM)
-    extremes = reduce_over_ranks({"high": gaps[0], "low": gaps[1]}, dist.ReduceOp.MAX)
-    loss, tokens = sums.pop("loss"), sums.pop("tokens")
-    metrics = {"loss": loss, "policy_loss": loss, "grad_norm": float(grad_norm)}
-    if tokens:  # means over the tokens that were trained on; without any there is no mean
-        metrics |= {name: value / tokens for name, value in sums.items()}
-        metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
-        metrics["sampling/logp_difference/max"] = max(extremes.values())
-        metrics["sampling/importance_sampling_ratio/max"] = math.exp(extremes["high"])
-        metrics["sampling/importance_sampling_ratio/min"] = math.exp(-extremes["low"])
-    if old_logprobs is not None or cfg.rollout.top_p < 1:  # another policy, or another distribution, on purpose
-        metrics = {name: value for name, value in metrics.items() if not name.startswith("sampling/")}
-    return metrics, before_update if old_logprobs is None else old_logprobs
+        trained.add(row, terms)
+        total += loss.detach()
+        token_losses.append(terms.loss_BK.detach())
+    grad_norm = optim.step(accelerator, model, optimizer, total, cfg.optim)
+    trained.end(grad_norm)
+    return grad_norm, token_losses

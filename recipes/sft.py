@@ -16,13 +16,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from posttrain.advantages import token_weights
 
-from posttrain import checkpoint, losses, optim, packing
-from posttrain.config import Aggregation, PackingMode, SFTConf
+from posttrain import checkpoint, optim, packing
+from posttrain.config import PackingMode, SFTConf
+from posttrain.config.loss import Aggregation
 from posttrain.data.tasks import batch, make_task
 from posttrain.evaluation import evaluate
-from posttrain.fsdp import make_accelerator, reduce_over_ranks, sharding, synchronise_gradients
-from posttrain.logprobs import token_logprobs
+from posttrain.fsdp import from_all_ranks, make_accelerator, reduce_over_ranks, sharding, synchronise_gradients
+from posttrain.logprobs import find_head, token_logprobs
 from posttrain.metrics import performance_metrics, timed
 from posttrain.models import gdn_packing
 from posttrain.models.loading import compute_dtype, describe, end_token_ids, initialise, load
@@ -39,6 +41,8 @@ def train(cfg: SFTConf, run_dir: Path) -> None:
     device, packed = accelerator.device, cfg.packing.mode is PackingMode.thd
     kernels = gdn_packing.patch(model, device, packed=packed)
     proof = gdn_packing.verify(model, device, dtype) if packed and cfg.packing.verify else None
+    report, head = dataclasses.asdict(proof or kernels), find_head(model)
+    report["kernels"]["logprobs"] = head.description
     task = make_task(cfg.task, tokenizer)
     cost, longest = packing.document_cost(model), packing.longest(model)
     end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
@@ -64,17 +68,18 @@ def train(cfg: SFTConf, run_dir: Path) -> None:
                 "world_size": world,
                 "device": device.type,
                 "sharding": sharding(model),
-                "packing": {"mode": cfg.packing.mode, "verified": bool(proof), **dataclasses.asdict(proof or kernels)},
+                "packing": {"mode": cfg.packing.mode, "verified": bool(proof), **report},
                 "task": {"train": len(task.train), "heldout": len(task.heldout), "dropped": task.dropped},
             }
         )
+        skipped = 0  # updates in a row
         for step in range(cfg.steps):
             seconds, began = {}, time.perf_counter()
             with timed(seconds, "update"):
                 rollouts = [answer(problem) for problem in batch(task.train, cfg.batch_size, step, cfg.seed)]
                 refused = [len(rollout) > longest for rollout in rollouts]  # beyond the model's positions: weight 0
                 lengths = [0 if out else len(r.completion_ids) for out, r in zip(refused, rollouts, strict=True)]
-                weights = losses.token_weights(lengths, Aggregation.token_mean, max(lengths))
+                weights = token_weights(lengths, Aggregation.token_mean, max(lengths))
                 documents = [
                     packing.Document(rollout=rollout, advantage=1.0, weight=weight, index=n)
                     for n, (rollout, weight) in enumerate(zip(rollouts, weights, strict=True))
@@ -82,24 +87,28 @@ def train(cfg: SFTConf, run_dir: Path) -> None:
                 ]
                 plan = packing.plan(documents, packing.spare(rollouts[0]), cfg.packing, world, cost)
                 optim.set_learning_rate(optimizer, lr := optim.learning_rate(cfg.optim, step, cfg.steps))
-                total = torch.zeros((), device=device)
+                total, token_losses = torch.zeros((), device=device), []
                 for n, row in enumerate(plan[rank]):
                     micro_batch = packing.build(row, cfg.packing, pad_id, device)
                     with synchronise_gradients(model, accelerator, last=n + 1 == len(plan[rank])):
-                        logprobs_BK, _ = token_logprobs(model, micro_batch, temperature=1.0)
+                        logprobs_BK, _ = token_logprobs(model, micro_batch, 1.0, head)
                         loss = -(micro_batch.weights_BK * logprobs_BK).sum()
                         accelerator.backward(loss * world)  # gradients are averaged over ranks
                     total += loss.detach()
-                grad_norm = accelerator.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
+                    token_losses.append(-logprobs_BK.detach())
+                grad_norm = optim.step(accelerator, model, optimizer, total, cfg.optim)
+                skipped = skipped + 1 if grad_norm is None else 0
+                if skipped:
+                    at_fault = from_all_ranks(packing.not_finite(token_losses, plan[rank], cfg.packing))
+                    optim.say_skipped(step + 1, skipped, at_fault, cfg.optim)
             seconds["step"] = time.perf_counter() - began
             tokens = sum(map(len, documents))
             metrics = {
                 **reduce_over_ranks({"loss": total}, dist.ReduceOp.SUM),
-                **packing.statistics(plan, cfg.packing, cost, sum(refused)),
+                **packing.statistics([plan], cfg.packing, cost, sum(refused)),
                 **performance_metrics(seconds, tokens, device),
-                "grad_norm": float(grad_norm),
+                "grad_norm": grad_norm,
+                **({"skipped_updates": 1} if skipped else {}),
                 "learning_rate": lr,
                 "num_tokens": tokens,
             }

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from posttrain import cli
 from posttrain.config import RECIPES, FSDPConf, GRPOConf, JobConf, Strategy, hybrid_shard_size
 from posttrain.errors import UserError
-from posttrain.validation import problems, typed
+from posttrain.rules import problems
+from posttrain.validation import typed
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -148,6 +149,17 @@ WRONG = {
     "loss.clip_low=1": "loss.clip_low=1.0",
     "loss.clip_high=0": "loss.clip_high",
     "loss.updates_per_rollout=0": "loss.updates_per_rollout",
+    "loss.mini_batches=0": "loss.mini_batches=0: must be 1 or more",
+    "loss.dual_clip=0.5": "loss.dual_clip=0.5: must be above",
+    "loss.dynamic_sampling=-1": "loss.dynamic_sampling",
+    "loss.kl.coefficient=-0.1": "loss.kl.coefficient",
+    "loss.kl.refresh_mix=0": "loss.kl.refresh_mix",
+    "loss.entropy_coefficient=-1": "loss.entropy_coefficient",
+    "loss.correction.cap=0.5": "loss.correction.cap=0.5",
+    "loss.off_policy_threshold=0": "loss.off_policy_threshold=0.0: must be above 0, or null",
+    "loss.overlong.buffer=2": "loss.overlong.buffer=2.0: a part",
+    "loss.overlong.factor=0": "loss.overlong.factor=0.0",
+    "optim.max_skipped=0": "optim.max_skipped=0: must be 1 or more",
     "optim.lr=0": "optim.lr=0.0",
     "optim.betas=[0.9]": "optim.betas",
     "packing.tokens_per_row=0": "packing.tokens_per_row",
@@ -169,6 +181,54 @@ def test_all_errors_at_once(compose):
     assert status == 2
     assert len(err.splitlines()) == len(WRONG)
     assert all(any(message in line for line in err.splitlines()) for message in WRONG.values()), err
+
+
+@pytest.mark.parametrize(
+    "arguments, advice",
+    [
+        ("loss=sapo loss.clip_high=0.2", "type loss.clip_low=null loss.clip_high=null"),
+        ("loss=sapo loss.sapo_tau_positive=null", "type loss=sapo"),
+        ("loss.sapo_tau_positive=1", "only for loss=sapo"),
+        ("loss.clip_high=null", "type loss.clip_low=0.2 loss.clip_high=0.2"),
+        ("loss=cispo loss.clip_high=null", "type loss.clip_high=4"),
+        ("loss=cispo loss.dual_clip=3", "type loss.dual_clip=null"),
+        ("loss=gspo loss.dual_clip=1", "above 1 + loss.clip_high"),
+        ("loss.advantage_baseline=batch", "type loss.advantage_scale=batch_tokens"),
+        ("loss.advantage_baseline=batch loss.advantage_scale=none loss.dynamic_sampling=2", "loss.dynamic_sampling=0"),
+        ("loss.kl.coefficient=0.1 loss.kl.estimator=k1", "type loss.kl.unbiased=true"),
+        ("loss.kl.coefficient=0.1 loss.kl.estimator=k2 loss.kl.unbiased=true", "loss.kl.estimator=k3"),
+        ("loss.kl.refresh_every=5", "type loss.kl.coefficient=1e-3"),
+        ("loss.correction.level=token rollout.top_p=0.9", "type rollout.top_p=1"),
+        ("loss.off_policy_threshold=0.1 rollout.top_p=0.9", "loss.off_policy_threshold=null"),
+        ("loss.mini_batches=3 prompts_per_step=2", "each needs a prompt"),
+        ("rollout.group_size=1", "type loss.advantage_baseline=batch"),
+    ],
+)
+def test_combinations_of_the_loss_that_make_no_sense(compose, arguments, advice):
+    status, jobs, err = compose(*arguments.split())
+    assert (status, jobs) == (2, []) and advice in err and len(err.splitlines()) == 1, err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "loss.kl.coefficient=0.1 loss.kl.estimator=k1 loss.kl.unbiased=true",
+        "rollout.group_size=1 loss.advantage_baseline=batch loss.advantage_scale=batch_tokens",
+        "loss=cispo loss.clip_low=0.2 loss.clip_high=0.28",
+        "loss=dapo loss.mask_truncated=true loss.correction.level=sequence_mean loss.correction.mode=mask",
+    ],
+)
+def test_combinations_of_the_loss_that_do(compose, arguments):
+    status, jobs, err = compose(*arguments.split())
+    assert (status, len(jobs), err) == (0, 1, "")
+
+
+def test_a_loss_is_grpo_and_what_it_changes(compose):
+    _, jobs, _ = compose("-m", "loss=grpo,dr_grpo,dapo,gspo,cispo,sapo,rloo,reinforce_pp")
+    losses = [job.loss for job in jobs]
+    assert len({repr(loss) for loss in losses}) == 8
+    assert losses[3].clip_low == 3e-4 and losses[4].clip_low is None and losses[2].overlong.buffer == 0.2
+    assert all(loss.kl.coefficient == 0 and loss.updates_per_rollout == 1 for loss in losses)
 
 
 @pytest.mark.parametrize(

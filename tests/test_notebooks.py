@@ -11,7 +11,11 @@ from nbclient import NotebookClient
 from posttrain.launch import close_run
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-PICTURES = {"mfu_curves": {"mfu_curves", "phases"}, "sharding_sweep": {"sharding_sweep", "sharding_loss"}}
+PICTURES = {
+    "algorithms": {"algorithms"},
+    "mfu_curves": {"mfu_curves", "phases"},
+    "sharding_sweep": {"sharding_sweep", "sharding_loss"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,7 @@ def sweep(tmp_path_factory):
     return directory
 
 
-def test_both_notebooks_are_there():
+def test_the_notebooks_are_there():
     assert {path.stem for path in NOTEBOOKS} == PICTURES.keys()
 
 
@@ -47,6 +51,8 @@ def test_runs_from_top_to_bottom(path, sweep, tmp_path, monkeypatch):
     assert sum("image/png" in output.get("data", {}) for output in outputs) == len(PICTURES[path.stem])
     assert {picture.stem for picture in pictures.glob("*.png")} == PICTURES[path.stem]
 
+    if path.stem == "algorithms":
+        return
     (table,) = [text for output in outputs if "MFU %" in (text := output.get("data", {}).get("text/html", ""))]
     assert all(name in table for name in ("full_shard", "no_shard", "hybrid_shard", "the mesh of hybrid_shard"))
     assert "measured: float32 matmul" in table

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from posttrain import packing
 from posttrain.config import PackingConf, PackingMode
 from posttrain.flops import PassCost
-from posttrain.logprobs import token_logprobs
+from posttrain.logprobs import find_head, token_logprobs
 from posttrain.models import gdn_packing
 from posttrain.models.tiny import tiny_config
 from posttrain.records import Rollout
@@ -101,7 +101,7 @@ def loss_and_gradient(model, plan, cfg):
     loss = 0.0
     for row in (row for share in plan for row in share):
         built = packing.build(row, cfg, PAD, CPU)
-        logprobs_BK, _ = token_logprobs(model, built, temperature=0.7)
+        logprobs_BK, _ = token_logprobs(model, built, 0.7, find_head(model))
         part = -(built.weights_BK * built.advantages_BK * logprobs_BK).sum()
         part.backward()
         loss += part.item()
@@ -140,6 +140,6 @@ def test_loss_and_gradient_do_not_depend_on_the_split(model, cfg, ranks):
 
 def test_entropy_against_torch(model):
     built = packing.build([document(5, 9), document(4, 30)], conf(), PAD, CPU)
-    _, entropy_BK = token_logprobs(model, built, temperature=1.3)
+    _, entropy_BK = token_logprobs(model, built, 1.3, find_head(model))
     logits = model(**built.inputs).logits[:, built.kept_K].float() / 1.3
     assert torch.allclose(entropy_BK, torch.distributions.Categorical(logits=logits).entropy(), atol=1e-5)

@@ -6,7 +6,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from posttrain.config import Architecture, ArithmeticConf, ModelConf, RolloutConf, TaskName
+from posttrain import packing
+from posttrain.config import (
+    Architecture,
+    ArithmeticConf,
+    ModelConf,
+    PackingConf,
+    PackingMode,
+    RolloutConf,
+    TaskName,
+)
 from posttrain.data.tasks import make_task
 from posttrain.models import gdn_packing
 from posttrain.models.loading import end_token_ids, load
@@ -52,6 +61,36 @@ def test_greedy_equals_generate(model):
         )
         assert rollout.completion_ids == tuple(ids[0, len(problem.prompt_ids) :].tolist())
         assert rollout.finish_reason == ("stop" if rollout.completion_ids[-1] in END else "length")
+
+
+@pytest.mark.parametrize("mode", list(PackingMode))
+def test_padding_with_an_end_token_loses_no_end(model, mode):
+    """No token is taken for padding because of its id, by sampler or packed row; every end token is trained on."""
+    batch = problems(2, 9, 31)
+    cfg = dataclasses.replace(CFG, max_new_tokens=200)  # of 264 tokens two end
+    found = run(model, batch, cfg)
+    assert {r.completion_ids[-1] for r in found if r.finished} == END
+    as_pad = generate(model, batch, cfg, key=(0, 0), end_ids=END, pad_id=256)
+    assert [r.completion_ids for r in as_pad] == [r.completion_ids for r in found]
+    documents = [packing.Document(rollout=r, advantage=1.0, weight=0.5, index=n) for n, r in enumerate(found)]
+    row = packing.build(documents, PackingConf(mode=mode, pad_multiple=64), 256, torch.device("cpu"))
+    trained = row.targets_BK[row.weights_BK > 0].tolist()
+    assert sorted(trained) == sorted(token for r in found for token in r.completion_ids)
+
+
+def test_logits_that_are_not_finite_are_named(model, monkeypatch):
+    monkeypatch.setattr(model, "forward", _nan(model.forward))
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        run(model, problems(3))
+
+
+def _nan(forward):
+    def broken(*arguments, **options):
+        out = forward(*arguments, **options)
+        out.logits *= float("nan")
+        return out
+
+    return broken
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.config import AnswerReward, ArithmeticConf, FileConf, TaskName
 from posttrain.data import rewards
-from posttrain.data.tasks import batch, make_task
+from posttrain.data.tasks import batch, further, make_task
 from posttrain.errors import UserError
 from posttrain.models.tiny import tiny_tokenizer
 from posttrain.records import Rollout
@@ -74,6 +74,18 @@ def test_each_epoch_shows_every_problem_once_in_a_new_order():
     assert [p.index for p in batch(problems, 5, 7, seed=3)] == steps[7]  # resuming needs the step's number only
     assert [p.index for p in batch(problems, 5, 7, seed=4)] != steps[7]
     assert sorted(p.index for p in batch(problems, 80, 0, seed=0))[:3] == [0, 0, 1]  # more than an epoch
+
+
+def test_further_draws_are_new_and_repeat_themselves():
+    problems = arithmetic(largest=5, heldout=4).train  # 32
+    seen = batch(problems, 10, 3, seed=0)
+    drawn = further(problems, 8, seen, 3, seed=0)
+    assert len({p.index for p in drawn}) == 8 and not {p.index for p in drawn} & {p.index for p in seen}
+    assert drawn == further(problems, 8, seen, 3, seed=0)
+    others = [further(problems, 8, seen, 4, seed=0), further(problems, 8, seen, 3, seed=1)]
+    assert all(drawn != other for other in [*others, further(problems, 8, seen + drawn, 3, seed=0)])
+    assert len(further(problems, 99, seen, 3, seed=0)) == 22  # no more than there are
+    assert further(problems, 0, seen, 3, seed=0) == further(problems, -2, seen, 3, seed=0) == []
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])

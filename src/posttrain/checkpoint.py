@@ -1,7 +1,7 @@
 """Checkpoints through accelerate: sharded weights and optimizer state, written aside and renamed when whole.
 
 A run's data, learning rate and sampling noise are functions of the seed and the step, so weights, optimizer state,
-generator states and the step's number are all there is to save.
+generator states, the step's number and a reference policy that has moved are all there is to save.
 Checkpoints are trusted input: torch's format has a pickled index. Load none that you would not run as a program.
 """
 
@@ -15,16 +15,30 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as distributed_checkpoint
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.errors import UserError
+from posttrain.reference import Reference, trained
 
 PROGRESS = "progress.json"  # written last: a directory without it is no checkpoint
+REFERENCE = "reference"  # the trained parameters of a reference policy that has moved
 
 
-def save(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path, step: int, keep: int) -> None:
-    """Write `checkpoints/step_<step>`, then drop all but the newest `keep` (0: none dropped). All ranks call it."""
+def save(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    run_dir: Path,
+    step: int,
+    keep: int,
+    reference: Reference | None = None,
+) -> None:
+    """Write `checkpoints/step_<step>`, then drop all but the newest `keep` (0: none dropped). All ranks call it.
+
+    The reference is written once it has moved (loss.kl.refresh_every); until then it is the model that the run
+    started from, and adds nothing to the checkpoint.
+    """
     folder = run_dir / "checkpoints"
     final = folder / f"step_{step:08d}"
     partial = folder / f"partial_{step:08d}"
@@ -34,6 +48,9 @@ def save(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path, step: 
     dist.barrier()
     with _one_cpu_thread():
         accelerator.save_state(str(partial))
+        if reference is not None and reference.moved:
+            with reference.in_place(model):
+                distributed_checkpoint.save(_weights(model), checkpoint_id=partial / REFERENCE)
     dist.barrier()
     if accelerator.is_main_process:
         (partial / PROGRESS).write_text(json.dumps({"step": step, **_kind(accelerator, model)}))
@@ -70,8 +87,12 @@ def find(resume: str | None, run_dir: Path) -> Path | None:
     )
 
 
-def load(accelerator: Accelerator, model: torch.nn.Module, checkpoint: Path) -> int:
+def load(accelerator: Accelerator, model: torch.nn.Module, checkpoint: Path, reference: Reference | None = None) -> int:
     """Restore what `save` wrote, on any number of ranks; the step it was written after.
+
+    The checkpoint says where the reference is and the config whether it moves on: one that has moved is restored even
+    if this run never moves it, and a checkpoint without one leaves `reference` what it is, the model that the run
+    started from.
 
     Raises UserError for another model's checkpoint, and between FSDP and DDP, whose files differ.
     """
@@ -82,7 +103,19 @@ def load(accelerator: Accelerator, model: torch.nn.Module, checkpoint: Path) -> 
             raise UserError(f"resume: {checkpoint} has {key} {progress[key]}, this run {here}. Resume with {advice}.")
     with _one_cpu_thread():
         accelerator.load_state(str(checkpoint))
+        if (checkpoint / REFERENCE).is_dir():
+            if reference is not None:
+                with reference.in_place(model):
+                    distributed_checkpoint.load(_weights(model), checkpoint_id=checkpoint / REFERENCE)
+                reference.moved = True
+            elif accelerator.is_main_process:
+                print(f"resume: loss.kl.coefficient=0, so the reference policy in {checkpoint} is not used")
     return progress["step"]
+
+
+def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What torch's distributed checkpoint reads and writes in place, under names that no wrapper changes."""
+    return {name: parameter.detach() for name, parameter in trained(model).items()}
 
 
 def nothing_left(resume: str | None, start: int, steps: int) -> bool:

@@ -27,7 +27,8 @@ from posttrain import launch, rank
 from posttrain.config import RECIPES, TASKS, JobConf
 from posttrain.errors import UserError
 from posttrain.explain import complain, help_text
-from posttrain.validation import changes, problems, typed
+from posttrain.rules import problems
+from posttrain.validation import changes, typed
 
 NAME_LENGTH = 120  # of a sweep job's directory; file systems allow 255
 

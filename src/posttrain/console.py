@@ -59,6 +59,8 @@ def closing(summary: Mapping[str, Any]) -> str:
             for name, value in held_out.items()
             if name != "eval/prompts"
         )
+    if summary["skipped_updates"]:
+        rows["skipped"] = f"{summary['skipped_updates']} updates, whose loss or gradient was not finite"
     rows["tokens"] = f"{summary['tokens']:,}"
     rows["seconds"] = "  ".join(f"{phase} {spent:.1f}" for phase, spent in summary["seconds"].items())
     for part in ("mfu", "logger"):

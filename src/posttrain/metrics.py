@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
+from posttrain.fsdp import reduce_over_ranks
+from posttrain.losses import Terms
+from posttrain.packing import PackedRow
 from posttrain.records import Rollout
 
 
@@ -20,6 +25,71 @@ def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
+
+
+class UpdateMetrics:
+    """Sums over the tokens that one step's updates train on, and what they say over all ranks.
+
+    Each optimizer step adds its micro-batches and then ends: the sums of a skipped one are left out.
+    """
+
+    def __init__(self) -> None:
+        self.skipped = 0
+        self._norms: list[float] = []
+        self._sums: dict[str, torch.Tensor] = {}
+        self._extremes: dict[str, torch.Tensor] = {}
+        self._pending: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+
+    @torch.no_grad()
+    def add(self, row: PackedRow, terms: Terms) -> None:
+        trained_BK = row.weights_BK > 0
+        gap_BK = (terms.old_logprobs_BK - row.sampled_logprobs_BK).where(trained_BK, 0.0)
+        means = {
+            **terms.means,
+            "sampling/logp_difference/mean": gap_BK.abs(),
+            "sampling/importance_sampling_ratio/mean": gap_BK.exp(),
+            "sampling/kl": torch.expm1(gap_BK) - gap_BK,  # the k3 estimate of KL(sampler || trainer)
+        }
+        sums = {name: values_BK.where(trained_BK, 0.0).double().sum() for name, values_BK in means.items()}
+        sums["tokens"] = trained_BK.double().sum()
+        for name, values_BK in (("loss", terms.loss_BK), ("policy_loss", terms.policy_BK)):
+            sums[name] = (row.weights_BK * values_BK).where(trained_BK, 0.0).double().sum()
+        self._pending.append((sums, {"high": gap_BK.max().double(), "low": -gap_BK.min().double()}))
+
+    def end(self, grad_norm: float | None) -> None:
+        """Of an optimizer step; None says that it was skipped."""
+        pending, self._pending = self._pending, []
+        if grad_norm is None:
+            self.skipped += 1
+            return
+        self._norms.append(grad_norm)
+        for sums, extremes in pending:
+            for name, value in sums.items():
+                self._sums[name] = self._sums.get(name, 0.0) + value
+            for name, value in extremes.items():
+                self._extremes[name] = torch.maximum(self._extremes.get(name, value), value)
+
+    def over_ranks(self, sampler_known: bool) -> dict[str, float]:
+        """Means over tokens of all ranks; loss and gradient norm are means over the optimizer steps that were taken.
+
+        Without `sampler_known` the sampler's distribution is another one on purpose (top_p), and its gap not reported.
+        """
+        metrics = {"skipped_updates": self.skipped} if self.skipped else {}
+        if not self._norms:
+            return metrics
+        sums = reduce_over_ranks(self._sums, dist.ReduceOp.SUM)
+        extremes = reduce_over_ranks(self._extremes, dist.ReduceOp.MAX)
+        tokens, steps = sums.pop("tokens"), len(self._norms)
+        metrics |= {name: sums.pop(name) / steps for name in ("loss", "policy_loss")}
+        metrics["grad_norm"] = sum(self._norms) / steps
+        if tokens:  # without any there is no mean
+            metrics |= {name: value / tokens for name, value in sums.items()}
+            if "clip_ratio/low_mean" in metrics:
+                metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
+            metrics["sampling/logp_difference/max"] = max(extremes.values())
+            metrics["sampling/importance_sampling_ratio/max"] = math.exp(extremes["high"])
+            metrics["sampling/importance_sampling_ratio/min"] = math.exp(-extremes["low"])
+        return {name: value for name, value in metrics.items() if sampler_known or not name.startswith("sampling/")}
 
 
 def reward_metrics(rewards_PG: torch.Tensor, scores: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -1,12 +1,17 @@
-"""AdamW on fp32 master weights, and the learning rate as a function of the step: nothing to save or restore."""
+"""AdamW on fp32 master weights, its guarded step, and the learning rate as a function of the step."""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Collection
 
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 
 from posttrain.config import OptimConf, Schedule
+from posttrain.fsdp import reduce_over_ranks
 
 
 def make_optimizer(model: torch.nn.Module, cfg: OptimConf) -> torch.optim.AdamW:
@@ -36,3 +41,36 @@ def learning_rate(cfg: OptimConf, step: int, steps: int) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def step(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: torch.Tensor,
+    cfg: OptimConf,
+) -> float | None:
+    """Clip the gradients and take an optimizer step on all ranks; returns the norm before clipping, over all ranks.
+
+    Where `loss`, this rank's part, or the norm is not finite on some rank, no rank takes the step: None. Weights and
+    optimizer state are then as before; clipping alone would turn one NaN into a model of NaNs.
+    """
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), cfg.max_grad_norm))
+    broken = torch.tensor(not math.isfinite(norm) or not loss.isfinite())
+    finite = not any(reduce_over_ranks({"broken": broken}, dist.ReduceOp.MAX).values())
+    if finite:
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm if finite else None
+
+
+def say_skipped(step: int, in_a_row: int, prompts: Collection[int], cfg: OptimConf) -> None:
+    """Warn of an update that was left out; raises FloatingPointError if `cfg.max_skipped` of them came in a row.
+
+    `prompts`: indices, in the training split, of those whose loss was not finite; empty: only the gradient was not.
+    """
+    named = f"the loss of prompts {sorted(set(prompts))}" if prompts else "the gradient"
+    found = f"step {step}: {named} is not finite, update skipped on all ranks"
+    if in_a_row >= cfg.max_skipped:
+        raise FloatingPointError(f"{found}, {in_a_row} in a row (optim.max_skipped={cfg.max_skipped})")
+    logging.getLogger(__name__).warning(found)

@@ -36,6 +36,7 @@ __all__ = [
     "build",
     "document_cost",
     "longest",
+    "not_finite",
     "plan",
     "short_of_room",
     "spare",
@@ -54,6 +55,10 @@ class PackedRow:
     weights_BK: torch.Tensor  # fp32
     advantages_BK: torch.Tensor  # fp32
     sampled_logprobs_BK: torch.Tensor  # fp32, by the sampler
+    document_BK: torch.Tensor  # int64, which of the micro-batch's documents a position belongs to
+    documents: int
+    old_logprobs_BK: torch.Tensor | None = None  # by the policy that sampled; None: by the one that is updated
+    reference_logprobs_BK: torch.Tensor | None = None  # None: no KL penalty
 
     def model_inputs(self) -> dict[str, torch.Tensor | int | tuple | bool]:
         return {**self.inputs, "logits_to_keep": self.kept_K}
@@ -75,6 +80,17 @@ def unpack(values_BK: torch.Tensor, row: Row, cfg: PackingConf) -> dict[int, tor
     return {document.index: part for document, part in zip(row, parts, strict=True) if document.index >= 0}
 
 
+def not_finite(token_losses: Sequence[torch.Tensor], share: Sequence[Row], cfg: PackingConf) -> list[int]:
+    """Groups of a rank's documents with a loss [B, K] that is not finite; of all its documents if each has one."""
+    found = [
+        document.rollout.group
+        for losses_BK, row in zip(token_losses, share, strict=True)
+        for document in row
+        if document.weight and not unpack(losses_BK, row, cfg)[document.index].isfinite().all()
+    ]
+    return sorted(set(found))
+
+
 def _spans(row: Row) -> list[tuple[int, int]]:
     """The positions, within each document, whose logits predict its completion."""
     return [(len(d.rollout.prompt_ids) - 1, len(d) - 1) for d in row]
@@ -86,12 +102,12 @@ def _thd_row(row: Row, cfg: PackingConf, pad_id: int, device: torch.device) -> P
     ids += [pad_id] * (sum(lengths) - len(ids))
     positions, columns = [], []
     starts = itertools.accumulate(lengths, initial=0)  # the padding's too, which has no document
-    for document, (first, end), start in zip(row, _spans(row), starts, strict=False):
+    for n, (document, (first, end), start) in enumerate(zip(row, _spans(row), starts, strict=False)):
         positions += range(start + first, start + end)
-        columns += _columns(document)
+        columns += _columns(document, n)
     inputs = boundaries(lengths, device)
     inputs["input_ids"] = torch.tensor([ids], device=device)
-    return _row(inputs, positions, [columns], device)
+    return _row(inputs, positions, [columns], len(row), device)
 
 
 def _padded_row(row: Row, cfg: PackingConf, pad_id: int, device: torch.device) -> PackedRow:
@@ -100,11 +116,10 @@ def _padded_row(row: Row, cfg: PackingConf, pad_id: int, device: torch.device) -
     ids = [[*d.rollout.prompt_ids, *d.rollout.completion_ids] + [pad_id] * (width - len(d)) for d in row]
     spans = _spans(row)
     first, last = min(s for s, _ in spans), max(e for _, e in spans)
-    empty = (pad_id, 0.0, 0.0, 0.0)
-    columns = [
-        [empty] * (start - first) + _columns(document) + [empty] * (last - end)
-        for document, (start, end) in zip(row, spans, strict=True)
-    ]
+    columns = []
+    for n, (document, (start, end)) in enumerate(zip(row, spans, strict=True)):
+        empty = (pad_id, n, 0.0, 0.0, 0.0)
+        columns.append([empty] * (start - first) + _columns(document, n) + [empty] * (last - end))
     inputs = {
         "input_ids": torch.tensor(ids, device=device),
         "attention_mask": torch.tensor([[1] * n + [0] * (width - n) for n in lengths], device=device),
@@ -112,22 +127,23 @@ def _padded_row(row: Row, cfg: PackingConf, pad_id: int, device: torch.device) -
         "position_ids": torch.arange(width, device=device).clamp(max=max(lengths) - 1).expand(len(row), -1),
         "use_cache": False,
     }
-    return _row(inputs, range(first, last), columns, device)
+    return _row(inputs, range(first, last), columns, len(row), device)
 
 
-def _columns(document: Document) -> list[tuple[int, float, float, float]]:
-    """(target, weight, advantage, sampler's logprob) of each completion token."""
+def _columns(document: Document, number: int) -> list[tuple[int, int, float, float, float]]:
+    """(target, document, weight, advantage, sampler's logprob) of each completion token."""
     rollout = document.rollout
     return [
-        (token, document.weight, document.advantage, logprob)
+        (token, number, document.weight, document.advantage, logprob)
         for token, logprob in zip(rollout.completion_ids, rollout.logprobs, strict=True)
     ]
 
 
-def _row(inputs: dict, positions: Sequence[int], columns_BK: list[list[tuple]], device) -> PackedRow:
-    targets, weights, advantages, sampled = (
+def _row(inputs: dict, positions: Sequence[int], columns_BK: list[list[tuple]], documents: int, device) -> PackedRow:
+    dtypes = (torch.int64, torch.int64, torch.float32, torch.float32, torch.float32)
+    targets, document, weights, advantages, sampled = (
         torch.tensor([[column[part] for column in row] for row in columns_BK], dtype=dtype, device=device)
-        for part, dtype in enumerate((torch.int64, torch.float32, torch.float32, torch.float32))
+        for part, dtype in enumerate(dtypes)
     )
     return PackedRow(
         inputs=inputs,
@@ -136,4 +152,6 @@ def _row(inputs: dict, positions: Sequence[int], columns_BK: list[list[tuple]], 
         weights_BK=weights,
         advantages_BK=advantages,
         sampled_logprobs_BK=sampled,
+        document_BK=document,
+        documents=documents,
     )

@@ -44,9 +44,10 @@ Plan = list[list[Row]]  # [rank][micro-batch][document]
 
 
 def spare(rollout: Rollout) -> Document:
-    """The shortest document there is, one token of prompt and completion each, of weight 0."""
-    parts = {name: getattr(rollout, name)[:1] for name in ("prompt_ids", "completion_ids", "logprobs")}
-    return Document(rollout=replace(rollout, **parts), advantage=0.0, weight=0.0, index=-1)
+    """The shortest document there is, the first token of a prompt said twice, of weight 0."""
+    token = rollout.prompt_ids[:1]
+    short = replace(rollout, prompt_ids=token, completion_ids=token, logprobs=(0.0,))
+    return Document(rollout=short, advantage=0.0, weight=0.0, index=-1)
 
 
 def plan(documents: Sequence[Document], spare: Document, cfg: PackingConf, ranks: int, cost: PassCost) -> Plan:
@@ -69,19 +70,20 @@ def plan(documents: Sequence[Document], spare: Document, cfg: PackingConf, ranks
     return [sorted(share, key=row_cost, reverse=True) + [[spare]] * (count - len(share)) for share in shares]
 
 
-def statistics(plan: Plan, cfg: PackingConf, cost: PassCost, refused: int = 0) -> dict[str, float]:
+def statistics(plans: Sequence[Plan], cfg: PackingConf, cost: PassCost, refused: int = 0) -> dict[str, float]:
     """Real over computed tokens, the busiest rank's FLOPs over the mean rank's, micro-batches of a rank.
 
-    `refused`, how many documents were left out because they exceed `longest`, is reported where there are any.
+    Over the plans of all optimizer steps, which ranks end together: the busiest is found for each. `refused`, how many
+    documents were left out because they exceed `longest`, is reported where there are any.
     """
-    rows = [row for share in plan for row in share]
+    rows = [row for plan in plans for share in plan for row in share]
     real = sum(len(document) for row in rows for document in row if document.weight)
-    load = [sum(_row_cost(row, cfg, cost) for row in share) for share in plan]
+    loads = [[sum(_row_cost(row, cfg, cost) for row in share) for share in plan] for plan in plans]
     return {
         # Without a document to train on all is spare.
         **({"packing/fill": real / sum(sum(computed_lengths(row, cfg)) for row in rows)} if real else {}),
-        "packing/rank_imbalance": max(load) * len(load) / sum(load),
-        "packing/micro_batches": len(plan[0]),
+        "packing/rank_imbalance": sum(map(max, loads)) * len(loads[0]) / sum(map(sum, loads)),
+        "packing/micro_batches": sum(len(plan[0]) for plan in plans),
         **({"packing/refused": refused} if refused else {}),
     }
 

@@ -173,6 +173,7 @@ def close_summary(run_dir: Path, status: str, error: str | None = None) -> dict[
         steps=records[-1]["step"] if records else 0,
         reward={"first_tenth": _mean(rewards[:tenth]), "last_tenth": _mean(rewards[-tenth:])},
         tokens=sum(record.get("num_tokens", 0) for record in records),
+        skipped_updates=sum(record.get("skipped_updates", 0) for record in records),
         seconds={phase[5:]: sum(record.get(phase, 0) for record in records) for phase in phases},
     )
 

@@ -50,6 +50,16 @@ def batch(problems: Sequence[Problem], count: int, step: int, seed: int) -> list
     return picked
 
 
+def further(problems: Sequence[Problem], count: int, seen: Sequence[Problem], step: int, seed: int) -> list[Problem]:
+    """Up to `count` problems at random, none of `seen`: draws beside those of `batch`, whose epochs stay as they are.
+
+    A function of its arguments alone, as `batch` is.
+    """
+    known = {problem.index for problem in seen}
+    left = [problem for problem in problems if problem.index not in known]
+    return random.Random(f"{seed}/{step}/{len(seen)}").sample(left, max(0, min(count, len(left))))
+
+
 def make_task(cfg: TaskConf, tokenizer: PreTrainedTokenizerBase) -> Task:
     """Build the task that `cfg.name` names. Raises UserError for files that cannot be read or hold nothing."""
     train_rows, heldout_rows, scorers = TASKS[cfg.name.value](cfg)

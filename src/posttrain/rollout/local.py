@@ -90,6 +90,8 @@ def _decode(
     completions: list[tuple[list[int], list[float]]] = [([], []) for _ in active]
     for position in range(uniform.shape[1]):
         tokens_S, logprobs_S = sample(logits_SV, uniform[active, position], cfg.temperature, cfg.top_p)
+        if not logprobs_S.isfinite().all():
+            raise FloatingPointError("the sampler's logits are not finite: training diverged, or the weights are bad")
         for sequence, token, logprob in zip(active, tokens_S.tolist(), logprobs_S.tolist(), strict=True):
             completions[sequence][0].append(token)
             completions[sequence][1].append(logprob)

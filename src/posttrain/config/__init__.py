@@ -1,7 +1,7 @@
 """The schema of every config group.
 
 Plain dataclasses: no torch and no Hydra, so that `--help` is instant and a rank can read a job without composing it.
-`cli.py` turns the command line into one of these, `validation.py` checks what spans fields, `conf/` has the values.
+`cli.py` turns the command line into one of these, `rules.py` checks what spans fields, `conf/` has the values.
 A recipe `recipes/<name>.py` takes the root dataclass `RECIPES["<name>"]`.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from posttrain.config.loss import LossConf
 
 MISSING = "???"  # OmegaConf's marker: the user must give a value
 
@@ -48,18 +50,6 @@ MetricsName = StrEnum("MetricsName", "mfu none")
 TaskName = StrEnum("TaskName", "arithmetic gsm8k jsonl")
 LoggerName = StrEnum("LoggerName", "none wandb")
 WandbMode = StrEnum("WandbMode", "online offline")
-
-
-class AdvantageScale(StrEnum):
-    group = "group"  # GRPO: divide by the group's standard deviation
-    none = "none"  # Dr.GRPO: subtract the group's mean only
-
-
-class Aggregation(StrEnum):
-    token_mean = "token_mean"
-    seq_mean_token_mean = "seq_mean_token_mean"
-    seq_mean_token_sum = "seq_mean_token_sum"
-    seq_mean_token_sum_norm = "seq_mean_token_sum_norm"
 
 
 Schedule = StrEnum("Schedule", "constant linear cosine")
@@ -147,20 +137,12 @@ class RolloutConf(SamplingConf):
 
 
 @dataclass
-class LossConf:
-    clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.28
-    advantage_scale: AdvantageScale = AdvantageScale.group
-    aggregation: Aggregation = Aggregation.token_mean
-    updates_per_rollout: int = 1  # optimizer steps on the same rollouts; the clip acts from the second on
-
-
-@dataclass
 class OptimConf:
     lr: float = 1e-6
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    max_skipped: int = 5  # so many updates in a row whose loss or gradient is not finite stop the run
     schedule: Schedule = Schedule.constant
     warmup_steps: int = 0
 
