@@ -1,4 +1,4 @@
-"""On real ranks, in fp64: the gradient of one `update` of recipes/grpo.py for the same documents, split in several ways.
+"""On real ranks, in fp64: the gradient of one `update` of recipes/grpo.py for the same documents, split differently.
 
 Started by test_algorithms.py with torch.distributed.run; rank 0 writes {name: gradients} to the file it is given.
 """
