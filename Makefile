@@ -63,10 +63,11 @@ tiny: install ## train the embedded tiny models again, from random weights to a 
 	  install -m 644 outputs/tiny/$$name/model/* $(EMBEDDED)/$$name/ || exit 1; \
 	done
 
-bench: install ## time from the command to the first update; kernels, packing and balance; the meter's share of a step
+bench: install ## time from the command to the first update; kernels, packing, logprobs; the meter's share of a step
 	$(RUN) benchmarks/startup.py
 	$(RUN) benchmarks/gdn_packing.py
 	$(RUN) benchmarks/packing.py
+	$(RUN) benchmarks/logprobs.py
 	$(RUN) benchmarks/mfu.py
 
 clean: ## remove the environment and caches, not outputs/

@@ -37,7 +37,7 @@ from posttrain.models.tiny import tiny_config
 from posttrain.optim import make_optimizer
 
 VOCABULARY, TOKENS, HIDDEN = 248_320, 8_192, 1_024
-FITTING = 2_048  # tokens whose full logits fit into a laptop
+FITTING = 2_048  # tokens whose full logits, 10 GB, fit into a laptop
 WAYS = ("full logits", "chunks")
 
 

@@ -1,7 +1,10 @@
 """recipes/grpo.py as a user types it, against GRPO written out one document at a time on one process."""
 
+import itertools
+
 import pytest
 import torch
+from jobs import run_jobs
 from reference_grpo import assert_equals, reference
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -13,10 +16,18 @@ from posttrain.models.loading import load
 FAMILIES = ["qwen3_5_dense", "qwen3_5_moe", "qwen3_next", "qwen3_dense"]
 
 
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    """(family, packing) -> run, on one start of a rank."""
+    keys = list(itertools.product(FAMILIES, ["thd", "padded"]))
+    jobs = [[f"model={family}", f"packing={packing}", "packing.tokens_per_row=64"] for family, packing in keys]
+    return dict(zip(keys, run_jobs(tmp_path_factory.mktemp("families") / "jobs", *jobs), strict=True))
+
+
 @pytest.mark.parametrize("packing", ["thd", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_in_both_packings_against_the_reference(grpo, family, packing):
-    run = grpo(f"model={family}", f"packing={packing}", "packing.tokens_per_row=64")
+def test_each_family_in_both_packings_against_the_reference(families, family, packing):
+    run = families[family, packing]
     assert_equals(run, reference(family=family), tolerance=1e-5)
     assert run.training[0]["packing/micro_batches"] > 1
     packing_facts = run.summary["packing"]
