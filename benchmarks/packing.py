@@ -107,7 +107,7 @@ def measure(lengths: list[int], ranks: int, cfg: PackingConf, cost: PassCost) ->
     began = time.process_time()
     plan = packing_plan.plan(docs, packing_plan.spare(docs[0].rollout), cfg, ranks, cost)
     seconds = time.process_time() - began
-    found = packing_plan.statistics(plan, cfg, cost)
+    found = packing_plan.statistics([plan], cfg, cost)
     return {
         "max/mean": found["packing/rank_imbalance"],
         "rows first": rows_first(docs, cfg, ranks, cost),

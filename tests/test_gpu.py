@@ -1,5 +1,6 @@
 """What only a CUDA device shows: the fused kernels, bf16, and the peak table."""
 
+import dataclasses
 import time
 
 import fused_cases
@@ -7,10 +8,12 @@ import pytest
 import torch
 from conftest import SMALL, command
 
-from posttrain.config import Architecture, ModelConf
+from posttrain import logprobs, packing
+from posttrain.config import Architecture, ModelConf, PackingConf, PackingMode
 from posttrain.models import gdn_packing
 from posttrain.models.loading import load
 from posttrain.peaks import peak_tflops
+from posttrain.records import Rollout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,6 +44,34 @@ def test_the_device_agrees_with_the_cpu(architecture):
         wanted = model(input_ids=ids, **gdn_packing.boundaries(lengths, "cpu")).logits
         found = model.cuda()(input_ids=ids.cuda(), **gdn_packing.boundaries(lengths, "cuda")).logits.cpu()
     assert (found - wanted).abs().max() < 2e-2 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", list(Architecture)[1:])
+def test_logprobs_by_chunks_equal_full_logits(architecture, dtype, monkeypatch):
+    model, _ = load(ModelConf(architecture=architecture))
+    gdn_packing.patch(model, "cuda")
+    head = logprobs.find_head(model)
+    assert head.linear is not None, head.description
+    model = model.to("cuda", dtype)
+    rollouts = [
+        Rollout(
+            prompt_ids=(5, 6), completion_ids=ids, logprobs=(0.0,) * len(ids), finish_reason="stop", group=0, answer=""
+        )
+        for ids in ((7,), tuple(range(20, 90)))
+    ]
+    documents = [packing.Document(rollout=r, advantage=1.0, weight=1.0, index=n) for n, r in enumerate(rollouts)]
+    conf = PackingConf(mode=PackingMode.thd)
+    row = packing.build(documents, conf, 257, torch.device("cuda", 0))
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 4 * 71 * 128)  # three chunks
+    wanted, found = {}, {}
+    for way, values in ((dataclasses.replace(head, linear=None), wanted), (head, found)):
+        values["logprobs"], values["entropy"] = logprobs.token_logprobs(model, row, 0.7, way, entropy_gradient=True)
+        (values["logprobs"] + 0.1 * values["entropy"]).sum().backward()
+        values["gradient"] = model.get_output_embeddings().weight.grad.float().clone()
+        model.zero_grad()
+    for name, value in wanted.items():
+        assert (found[name] - value).abs().max() < TOLERANCE[dtype] * value.abs().max(), name
 
 
 def assert_each_document_alone(found, dtype):
