@@ -1,4 +1,4 @@
-"""Several jobs of recipes/grpo.py one after the other on the same ranks: to start ranks costs more than a small job.
+"""Several jobs of a recipe one after the other on the same ranks: to start ranks costs more than a small job.
 
 What a command does beyond this (Hydra, the run directory, watching the ranks) has tests of its own.
 """
@@ -16,12 +16,13 @@ from pathlib import Path
 from conftest import ROOT, SMALL, Run
 
 
-def run_jobs(directory: Path, *jobs: Sequence[str], nproc: int = 1, fault: str = "", timeout: float = 280) -> list[Run]:
-    """Each job is a list of overrides on top of conftest.SMALL. `fault` names a function of this file."""
-    order = []
+def run_jobs(directory: Path, *jobs: Sequence[str], nproc: int = 1, fault: str = "", recipe: str = "grpo") -> list[Run]:
+    """Each job is a list of overrides, for grpo on top of conftest.SMALL. `fault` names a function of this file."""
+    order, base = [], SMALL if recipe == "grpo" else []
     for number, overrides in enumerate(jobs):
         (directory / str(number)).mkdir(parents=True)
-        order.append({"values": values([*SMALL, *overrides]), "run_dir": str(directory / str(number)), "fault": fault})
+        order.append({"recipe": recipe, "values": values(recipe, [*base, *overrides]), "fault": fault})
+        order[-1]["run_dir"] = str(directory / str(number))
     (directory / "jobs.json").write_text(json.dumps(order))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -43,7 +44,7 @@ def run_jobs(directory: Path, *jobs: Sequence[str], nproc: int = 1, fault: str =
         for rank in range(nproc)
     ]
     try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in ranks]
+        outputs = [process.communicate(timeout=280)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -51,16 +52,16 @@ def run_jobs(directory: Path, *jobs: Sequence[str], nproc: int = 1, fault: str =
     return [Run(directory / str(number), status, "\n".join(outputs)) for number in range(len(jobs))]
 
 
-def values(overrides: Sequence[str]) -> dict:
+def values(recipe: str, overrides: Sequence[str]) -> dict:
     """The plain values of a command line's job."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
     from posttrain import cli
 
-    cli._declare("grpo")
+    cli._declare(recipe)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return OmegaConf.to_container(compose("grpo", list(overrides)), resolve=True, enum_to_str=True)
+        return OmegaConf.to_container(compose(recipe, list(overrides)), resolve=True, enum_to_str=True)
 
 
 def nan_on_the_last_rank(recipe) -> None:
@@ -95,6 +96,17 @@ def always_nan(recipe) -> None:
 
     real = recipe.losses.policy_terms
     recipe.losses.policy_terms = lambda logprobs_BK, *rest: real(logprobs_BK * torch.nan, *rest)
+
+
+def nan_logprobs_in_the_second_step(recipe) -> None:
+    real, calls = recipe.token_logprobs, []
+
+    def token_logprobs(*arguments):
+        logprobs_BK, entropy_BK = real(*arguments)
+        calls.append(1)
+        return (logprobs_BK * float("nan") if len(calls) == 2 else logprobs_BK), entropy_BK
+
+    recipe.token_logprobs = token_logprobs
 
 
 def some_rewards_unscorable(recipe) -> None:
@@ -155,9 +167,9 @@ def main(order: Path) -> None:
 
     torch.set_num_threads(1)
     rank.start_process_group(timeout_s=120)
-    recipe = rank._import(ROOT / "recipes" / "grpo.py")
     for job in json.loads(order.read_text()):
-        cfg = typed("grpo", job["values"])
+        recipe = rank._import(ROOT / "recipes" / f"{job['recipe']}.py")
+        cfg = typed(job["recipe"], job["values"])
         assert not problems(cfg, dist.get_world_size()), problems(cfg, dist.get_world_size())
         if job["fault"]:
             globals()[job["fault"]](recipe)
