@@ -118,16 +118,16 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
                 if len(problems) == len(groups):
                     break
 
-            # Advantages, and the tokens that count: those of a completion that could be scored (no NaN), is not beyond
-            # the model's positions and, if so asked, was not truncated.
+            # The tokens that count are those of a completion that could be scored (no NaN), is not beyond the model's
+            # positions and, if so asked, was not truncated. Advantages compare rewards, also of what does not count.
             chosen = torch.argsort(~informative(rewards_PG), stable=True)[:P].sort().values
             batch_groups = [groups[p] for p in chosen]
-            advantages_PG = advantages(rewards_PG[chosen], lengths_PG[chosen], cfg.loss)
             refused_PG = torch.tensor([[len(r) > longest for r in group] for group in batch_groups])
-            left_out_PG = advantages_PG.isnan() | refused_PG
+            left_out_PG = rewards_PG[chosen].isnan() | refused_PG
             if cfg.loss.mask_truncated:
                 left_out_PG |= torch.tensor([[not r.finished for r in group] for group in batch_groups])
             counted_PG = lengths_PG[chosen].masked_fill(left_out_PG, 0)
+            advantages_PG = advantages(rewards_PG[chosen], counted_PG, cfg.loss)
 
             # Mini-batches of whole groups, packed. The loss of one is the sum over all tokens of all ranks of weight *
             # token loss. Documents without a gradient count in the weights, but are not computed.

@@ -54,7 +54,8 @@ def test_every_option_of_every_group(compose, recipe):
         arguments = [choice for choice in column if choice]
         needed = [value for choice in arguments for value in NEEDED.get(choice, [])]
         status, jobs, err = compose(*arguments, *needed, recipe=recipe, world=4)
-        assert (status, err, [type(job) for job in jobs]) == (0, "", [RECIPES[recipe]]), arguments
+        assert (status, [type(job) for job in jobs]) == (0, [RECIPES[recipe]]), arguments
+        assert all(line.startswith("note: ") for line in err.splitlines()), err
 
 
 @pytest.mark.parametrize("name", [file.stem for file in (CONF / "experiment").glob("*.yaml")])
@@ -70,7 +71,8 @@ def test_every_sweep(compose, name):
     expected = 1
     for values in params.values():
         expected *= len(str(values).split(","))
-    assert (status, len(jobs), err) == (0, expected, "")
+    assert (status, len(jobs)) == (0, expected)
+    assert all(line.startswith("note: ") for line in err.splitlines()), err
 
 
 def test_defaults_and_what_follows_from_others(compose):
@@ -197,7 +199,16 @@ def test_all_errors_at_once(compose):
         ("loss.advantage_baseline=batch loss.advantage_scale=none loss.dynamic_sampling=2", "loss.dynamic_sampling=0"),
         ("loss.kl.coefficient=0.1 loss.kl.estimator=k1", "type loss.kl.unbiased=true"),
         ("loss.kl.coefficient=0.1 loss.kl.estimator=k2 loss.kl.unbiased=true", "loss.kl.estimator=k3"),
-        ("loss.kl.refresh_every=5", "type loss.kl.coefficient=1e-3"),
+        ("loss.kl.coefficient=0.1 loss.kl.refresh_every=1", "type more, or loss.kl.refresh_mix=0.5"),
+        ("loss=reinforce_pp loss.dynamic_sampling=2", "loss.dynamic_sampling=0"),
+        ("loss.correction.floor=1 loss.correction.cap=1", "and differ"),
+        ("loss.correction.mode=mask loss.correction.cap=1", "masks by rounding"),
+        ("loss.overlong.buffer=0.5 loss.overlong.factor=inf", "loss.overlong.factor=inf: must be a finite number"),
+        ("optim.lr=nan", "optim.lr=nan: must be a finite number"),
+        (
+            "rollout.group_size=1 prompts_per_step=1 loss.advantage_baseline=batch loss.advantage_scale=batch",
+            "nothing to be compared with",
+        ),
         ("loss.correction.level=token rollout.top_p=0.9", "type rollout.top_p=1"),
         ("loss.off_policy_threshold=0.1 rollout.top_p=0.9", "loss.off_policy_threshold=null"),
         ("loss.mini_batches=3 prompts_per_step=2", "each needs a prompt"),
@@ -221,6 +232,22 @@ def test_combinations_of_the_loss_that_make_no_sense(compose, arguments, advice)
 def test_combinations_of_the_loss_that_do(compose, arguments):
     status, jobs, err = compose(*arguments.split())
     assert (status, len(jobs), err) == (0, 1, "")
+
+
+@pytest.mark.parametrize(
+    "arguments, note",
+    [
+        ("loss.kl.estimator=k2 loss.kl.refresh_every=5", "loss.kl.estimator=k2 loss.kl.refresh_every=5 without effect"),
+        ("loss.correction.cap=5", "loss.correction.cap=5.0 without effect: loss.correction.level=none"),
+        ("loss.overlong.factor=3", "loss.overlong.factor=3.0 without effect: loss.overlong.buffer=0.0"),
+        ("loss=gspo loss.dual_clip=3", "loss.ratio=sequence_mean loss.dual_clip=3.0 without effect on gradients"),
+        ("loss=gspo loss.mini_batches=2", ""),
+        ("loss.kl.estimator=k2 loss.kl.coefficient=0.1", ""),
+    ],
+)
+def test_what_has_no_effect_is_said(compose, arguments, note):
+    status, jobs, err = compose(*arguments.split())
+    assert (status, len(jobs)) == (0, 1) and note in err and len(err.splitlines()) == bool(note), err
 
 
 def test_a_loss_is_grpo_and_what_it_changes(compose):

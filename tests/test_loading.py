@@ -1,5 +1,6 @@
 """From a path to a model: what is accepted, what is refused and in which words."""
 
+import dataclasses
 import json
 import shutil
 
@@ -11,16 +12,20 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5VisionConfig,
 )
 
-from posttrain.config import Architecture, Dtype, ModelConf
+from posttrain.config import Architecture, Dtype, ModelConf, RolloutConf
 from posttrain.errors import UserError
 from posttrain.models import loading
 from posttrain.models.loading import compute_dtype, end_token_ids, load, load_config
 from posttrain.models.tiny import EMBEDDED, tiny_config, tiny_tokenizer
+from posttrain.records import Problem
+from posttrain.rollout.local import generate
 
 
 def at(path, architecture=Architecture.auto, **options):
@@ -42,7 +47,28 @@ def test_a_multimodal_checkpoint_gives_its_text_model(tmp_path):
     assert type(model).__name__ == "Qwen3_5ForCausalLM" and torch.allclose(found, wanted, atol=1e-5)
 
 
-def test_masters_are_fp32_dropout_is_off_and_every_end_token_counts(tmp_path):
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_dropout_of_any_kind(tmp_path, checkpointing):
+    """OPT calls F.dropout in the very layers that gradient checkpointing keeps in train mode."""
+    config = OPTConfig(
+        vocab_size=264, hidden_size=32, word_embed_proj_dim=32, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
+        dropout=0.5, attention_dropout=0.5, layerdrop=0.5,
+    )  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model, _ = load(dataclasses.replace(at(tmp_path), gradient_checkpointing=checkpointing))
+    problems = [(0, Problem(0, (5, 6), ""))]
+    generate(model, problems, RolloutConf(max_new_tokens=2), key=(0, 0, 0), end_ids=[256], pad_id=257)
+    ids, calls = torch.arange(1, 20)[None], []
+    layer = model.model.decoder.layers[0]
+    layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+    first, second = (model(ids, use_cache=False).logits for _ in range(2))
+    assert torch.equal(first, second)
+    first.sum().backward()
+    assert len(calls) == (3 if checkpointing else 2)  # recomputed
+
+
+def test_masters_are_fp32_and_every_end_token_counts(tmp_path):
     config = GPT2Config(vocab_size=264, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5)
     model = GPT2LMHeadModel(config).to(torch.bfloat16)
     model.generation_config.eos_token_id = [3, 4]
@@ -52,7 +78,7 @@ def test_masters_are_fp32_dropout_is_off_and_every_end_token_counts(tmp_path):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert end_token_ids(model, tokenizer) == {256, 3, 4}
     ids = torch.arange(1, 20)[None]
-    assert model.training and torch.equal(model(ids).logits, model(ids).logits)
+    assert torch.equal(model(ids).logits, model(ids).logits)
 
 
 def test_compute_dtype_follows_the_device_unless_told():

@@ -27,6 +27,7 @@ from posttrain import launch, rank
 from posttrain.config import RECIPES, TASKS, JobConf
 from posttrain.errors import UserError
 from posttrain.explain import complain, help_text
+from posttrain.loss_rules import idle
 from posttrain.rules import problems
 from posttrain.validation import changes, typed
 
@@ -163,6 +164,8 @@ def _checked(recipe: str, cfg: DictConfig, world: int) -> tuple[JobConf, dict[st
     wrong = problems(job, world)
     if wrong:
         raise UserError("\n".join(wrong))
+    for note in idle(job):
+        print(f"note: {note}", file=sys.stderr)
     return job, values
 
 

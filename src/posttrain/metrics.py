@@ -54,7 +54,9 @@ class UpdateMetrics:
         sums["tokens"] = trained_BK.double().sum()
         for name, values_BK in (("loss", terms.loss_BK), ("policy_loss", terms.policy_BK)):
             sums[name] = (row.weights_BK * values_BK).where(trained_BK, 0.0).double().sum()
-        self._pending.append((sums, {"high": gap_BK.max().double(), "low": -gap_BK.min().double()}))
+        nothing = gap_BK.new_tensor(-torch.inf)
+        extremes = {"high": gap_BK.where(trained_BK, nothing), "low": (-gap_BK).where(trained_BK, nothing)}
+        self._pending.append((sums, {name: values_BK.max().double() for name, values_BK in extremes.items()}))
 
     def end(self, grad_norm: float | None) -> None:
         """Of an optimizer step; None says that it was skipped."""

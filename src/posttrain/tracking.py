@@ -22,6 +22,7 @@ METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 SHOWN = {  # metric: label and format on the console
     "reward": ("reward", ".3f"),
     "loss": ("loss", ".4f"),
+    "grad_norm": ("grad norm", ".3f"),
     "perf/tokens_per_second": ("tokens/s", ",.0f"),
     "perf/step_time": ("s", ".2f"),
     "eval/reward": ("held out: reward", ".3f"),

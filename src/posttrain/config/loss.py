@@ -1,6 +1,6 @@
 """The schema of the loss group: independent switches, of which conf/loss/ has the published combinations.
 
-docs/algorithms.md has their equations. rules.py says which combinations make no sense.
+docs/algorithms.md has their equations. loss_rules.py says which combinations make no sense.
 """
 
 from __future__ import annotations

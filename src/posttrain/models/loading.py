@@ -158,16 +158,18 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 def _ready(model, tokenizer, cfg: ModelConf, stored_dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model.config.dtype = stored_dtype  # what an export writes
-    for module in model.modules():  # no dropout: the trainer's and the sampler's distributions must be the same
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
-    model.train()  # without dropout it only tells gradient checkpointing to act
+    # No dropout and no router noise: the trainer's and the sampler's distributions must be the same, and the ratio 1
+    # before an update. So the model is in eval mode also while it is trained.
+    model.eval()
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for module in model.modules():  # which acts in train mode only, here of the layer itself without what is in it
+            if getattr(module, "gradient_checkpointing", False):
+                module.training = True
+                for name in [name for name, value in vars(module).items() if "drop" in name and type(value) is float]:
+                    setattr(module, name, 0.0)
     return model, tokenizer
 
 

@@ -34,7 +34,7 @@ def generate(
             trailing zeros do not count.
         end_ids: tokens that end a completion; the one that did is its last.
     """
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     samples, at_once = cfg.group_size, max(1, cfg.batch_size // cfg.group_size)
     rollouts: list[Rollout] = []
@@ -56,7 +56,8 @@ def generate(
                 [pair for pair in part for _ in range(samples)], sampled, strict=True
             )
         ]
-    model.train(was_training)
+    for module in training:  # those that gradient checkpointing keeps so, not what is in them
+        module.training = True
     return rollouts
 
 
