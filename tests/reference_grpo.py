@@ -60,7 +60,7 @@ def logprobs_and_entropy(model, rollout, temperature=1.0):
 
 def reference(
     steps=2, prompts=PROMPTS, updates=1, mini_batches=1, family="qwen3_5_dense", variant="grpo", max_norm=1.0,
-    kl=0.0, entropy=0.0, refresh_every=0, temperature=1.0,
+    kl=0.0, entropy=0.0, refresh_every=0, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, mask_truncated=False,
 ):  # fmt: skip
     """A dict of metrics for each step; loss and norm are means over the step's optimizer steps."""
     model, tokenizer = load(ModelConf(architecture=Architecture(family)))
@@ -70,7 +70,7 @@ def reference(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     end_ids, rows = end_token_ids(model, tokenizer), []
     for step in range(steps):
-        cfg = RolloutConf(group_size=GROUP, max_new_tokens=MAX_NEW_TOKENS, temperature=temperature)
+        cfg = RolloutConf(group_size=GROUP, max_new_tokens=max_new_tokens, temperature=temperature)
         problems = list(enumerate(batch(task.train, prompts, step, seed=0)))
         rollouts = generate(model, problems, cfg, key=(0, 0, step), end_ids=end_ids, pad_id=tokenizer.pad_token_id)
         groups = [rollouts[n : n + GROUP] for n in range(0, len(rollouts), GROUP)]
@@ -84,14 +84,18 @@ def reference(
                 if variant == "dapo":  # the last fifth of the room
                     reward -= max(0.0, len(rollout.completion_ids) - 0.8 * MAX_NEW_TOKENS) / (0.2 * MAX_NEW_TOKENS)
                 rewards[-1].append(reward)
-        advantages = advantages_of(rewards, lengths, variant)
+        counted = [
+            [n if r.finished or not mask_truncated else 0 for n, r in zip(ns, group, strict=True)]
+            for ns, group in zip(lengths, groups, strict=True)
+        ]
+        advantages = advantages_of(rewards, counted, variant)
         with torch.no_grad():
             old = [[logprobs_and_entropy(model, r, temperature)[0] for r in group] for group in groups]
             far = [[logprobs_and_entropy(start, r, temperature)[0] for r in group] for group in groups]
         losses, norms, entropies, kls = [], [], [], []
         for n in [*range(mini_batches)] * updates:
             mine = range(n, len(groups), mini_batches)
-            documents = [(g, i) for g in mine for i in range(GROUP)]
+            documents = [(g, i) for g in mine for i in range(GROUP) if counted[g][i]]
             tokens, loss = sum(lengths[g][i] for g, i in documents), 0.0
             for g, i in documents:
                 rollout, advantage = groups[g][i], advantages[g][i]
@@ -102,7 +106,7 @@ def reference(
                 if variant in TOKEN_MEAN:
                     loss = loss + token_losses.sum() / tokens
                 elif variant == "dr_grpo":
-                    loss = loss + token_losses.sum() / (len(documents) * MAX_NEW_TOKENS)
+                    loss = loss + token_losses.sum() / (len(documents) * max_new_tokens)
                 else:
                     loss = loss + token_losses.mean() / len(documents)
                 if abs(advantage) > 1e-9 or kl or entropy:  # what is computed

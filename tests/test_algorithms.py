@@ -1,15 +1,19 @@
 """The variants of GRPO in the whole recipe: against formulas written out, over ranks, and when something goes wrong."""
 
 import json
+import math
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
 from jobs import run_jobs
 from reference_grpo import TOKEN_LOSS, assert_equals, reference
+
+from posttrain import metrics
 
 SPLIT = ["loss.updates_per_rollout=2", "loss.mini_batches=2", "packing.tokens_per_row=64"]
 NO_REDRAW = "loss.dynamic_sampling=0"
@@ -22,6 +26,7 @@ def one_rank(tmp_path_factory):
     jobs = {name: [f"loss={name}", NO_REDRAW, *SPLIT] for name in TOKEN_LOSS}
     jobs["penalties"] = [*PENALTIES, "loss.kl.refresh_every=2", "loss.kl.reference=cpu", "steps=3", *SPLIT]
     jobs["temperature"] = ["rollout.temperature=0.6", *SPLIT]
+    jobs["truncated"] = ["loss=reinforce_pp", "loss.mask_truncated=true", "rollout.max_new_tokens=3", *SPLIT]
     jobs["all on"] = ALL_ON
     directory = tmp_path_factory.mktemp("one_rank")
     return dict(zip(jobs, run_jobs(directory / "jobs", *jobs.values()), strict=True))
@@ -53,6 +58,26 @@ def test_penalty_and_bonus_with_a_reference_that_moves(one_rank):
 
 def test_another_temperature(one_rank):
     assert_equals(one_rank["temperature"], reference(updates=2, mini_batches=2, temperature=0.6), tolerance=2e-5)
+
+
+def test_truncated_completions_do_not_count(one_rank):
+    run = one_rank["truncated"]
+    rows = reference(variant="reinforce_pp", updates=2, mini_batches=2, max_new_tokens=3, mask_truncated=True)
+    assert_equals(run, rows, tolerance=2e-5)
+    assert any(0 < record["completions/clipped_ratio"] < 0.9 for record in run.training)
+
+
+def test_a_reference_that_has_moved_survives_a_resume(tmp_path):
+    moving = ["loss.kl.coefficient=0.05", "loss.kl.refresh_every=1", "loss.kl.refresh_mix=0.5", "steps=4"]
+    (whole,) = run_jobs(tmp_path / "whole", [*moving, "checkpoint.every=2"])
+    (resumed,) = run_jobs(tmp_path / "resumed", [*moving, f"resume={whole.directory}/checkpoints/step_00000002"])
+    assert whole.returncode == resumed.returncode == 0, whole.output + resumed.output
+    assert (whole.directory / "checkpoints" / "step_00000002" / "reference").is_dir()
+    timeless = [
+        [{k: v for k, v in record.items() if not k.startswith(("perf/", "time/"))} for record in run.training]
+        for run in (whole, resumed)
+    ]
+    assert timeless[0][2:] == timeless[1] and timeless[1][0]["kl"] > 0
 
 
 def test_two_ranks_log_what_one_rank_logs(one_rank, tmp_path):
@@ -125,6 +150,39 @@ def test_unscorable_rewards_and_empty_completions(tmp_path):
         assert "skipped_updates" not in run.training[0] and run.training[0]["grad_norm"] > 0
     assert nan.training[0]["frac_reward_unscorable"] == pytest.approx(6 / 16)
     assert empty.training[0]["completions/min_length"] == 0
+
+
+def test_metrics_are_of_trained_tokens_and_taken_steps(monkeypatch):
+    """Padding, and a rank or a micro-batch without a token, are in no mean and no extreme."""
+    monkeypatch.setattr(metrics, "reduce_over_ranks", lambda values, op: {k: v.item() for k, v in values.items()})
+    found = metrics.UpdateMetrics()
+
+    def add(weights, gap, loss):
+        weights_BK, values = torch.tensor([weights]), torch.zeros(1, len(weights))
+        row = SimpleNamespace(weights_BK=weights_BK, sampled_logprobs_BK=values)
+        means = {"entropy": values + 2 * loss, "clip_ratio/low_mean": values, "clip_ratio/high_mean": values + 0.5}
+        terms = dict(loss_BK=values + loss, policy_BK=values + loss, old_logprobs_BK=values + gap, means=means)
+        found.add(row, SimpleNamespace(**terms))
+
+    add([0.5, 0.5, 0.0], 1.0, 1.0)
+    add([0.0, 0.0], -9.0, float("nan"))  # all masked
+    found.end(3.0)
+    add([0.25], 2.0, 4.0)
+    found.end(5.0)
+    add([1.0], 50.0, float("nan"))
+    found.end(None)
+    found = found.over_ranks(sampler_known=True)
+    e = math.e
+    assert found == pytest.approx(
+        {
+            "loss": (1.0 + 1.0) / 2, "policy_loss": (1.0 + 1.0) / 2, "grad_norm": 4.0, "skipped_updates": 1,
+            "entropy": (2 * 2.0 + 8.0) / 3, "clip_ratio/low_mean": 0.0, "clip_ratio/high_mean": 0.5,
+            "clip_ratio/region_mean": 0.5, "sampling/logp_difference/mean": (1 + 1 + 2) / 3,
+            "sampling/logp_difference/max": 2.0, "sampling/importance_sampling_ratio/mean": (2 * e + e**2) / 3,
+            "sampling/importance_sampling_ratio/min": e, "sampling/importance_sampling_ratio/max": e**2,
+            "sampling/kl": (2 * (e - 2) + e**2 - 3) / 3,
+        }, rel=1e-5,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

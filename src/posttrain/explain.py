@@ -82,6 +82,11 @@ def _explain(error: Exception, recipe: str) -> str:
             if task.__name__ == found[1]:
                 known["task"] = OmegaConf.to_container(OmegaConf.structured(task))
         return file + no_such_key(found[2], known)
+    if (found := re.search(r"full_key: (\S+)", text)) and "is not a subclass of" in text:
+        known = every_key(recipe)
+        for part in found[1].split("."):
+            known = known[part]
+        return f"{file}{found[1]} is a group: type {found[1]}.{next(iter(known))}=...; it has {', '.join(known)}"
     noise = ("full_key:", "reference_type=", "object_type=", "To append")
     lines = [line.strip() for line in text.splitlines() if line and not line.strip().startswith(noise)]
     message = ": ".join(line.rstrip(":.") for line in lines).removeprefix("Error merging override ")

@@ -13,6 +13,18 @@ from omegaconf.errors import OmegaConfBaseException
 from posttrain.config import RECIPES, TASKS, JobConf
 from posttrain.errors import UserError
 
+ELSEWHERE = {  # names of other trainers
+    "beta": "loss.kl.coefficient", "kl_coef": "loss.kl.coefficient", "kl_loss_coef": "loss.kl.coefficient",
+    "epsilon": "loss.clip_low and loss.clip_high", "clip_ratio": "loss.clip_low and loss.clip_high",
+    "epsilon_low": "loss.clip_low", "epsilon_high": "loss.clip_high", "clip_ratio_low": "loss.clip_low",
+    "clip_ratio_high": "loss.clip_high", "clip_ratio_c": "loss.dual_clip", "entropy_coeff": "loss.entropy_coefficient",
+    "loss_type": "loss=<name>", "adv_estimator": "loss=<name>", "loss_agg_mode": "loss.aggregation",
+    "scale_rewards": "loss.advantage_scale", "num_iterations": "loss.updates_per_rollout",
+    "ppo_epochs": "loss.updates_per_rollout", "num_generations": "rollout.group_size",
+    "max_completion_length": "rollout.max_new_tokens", "max_response_length": "rollout.max_new_tokens",
+    "learning_rate": "optim.lr", "max_steps": "steps", "gradient_checkpointing": "model.gradient_checkpointing",
+}  # fmt: skip
+
 
 def typed(recipe: str, values: dict[str, Any]) -> JobConf:
     """The dataclasses of `values`, a plain dict without interpolations (a job.json).
@@ -56,6 +68,8 @@ def no_such_key(key: str, known: dict[str, Any]) -> str:
         group, known = [*group, part], known[part]
     path = ".".join(group)
     rest = key.removeprefix(path).lstrip(".")
+    if known_as := ELSEWHERE.get(key.rpartition(".")[2]):
+        return f"{key}: no such key; here it is {known_as}"
     guess = did_you_mean(rest, _leaves(known) | set(known), prefix=f"{path}." if path else "")
     return f"{key}: no such key{guess} {path or 'There'} {'has' if path else 'are'}: {', '.join(known)}"
 
