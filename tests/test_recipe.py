@@ -125,6 +125,8 @@ def test_records_carry_the_names_of_the_field(grpo):
     assert [record["step"] for record in run.training] == [1, 2]
     first = run.training[0]
     assert first["sampling/logp_difference/max"] < 1e-3 and first["clip_ratio/region_mean"] == 0
+    assert not {"time/logprobs", "perf/flops_logprobs", "kl"} & names  # one optimizer step, no penalty: no further pass
+    assert run.summary["packing"]["kernels"]["logprobs"] == "by chunks of the vocabulary"
     summary = run.summary
     assert summary["status"] == "completed" and summary["error"] is None and summary["steps"] == 2
     assert summary["parameters"] > 300_000 and summary["reward"]["first_tenth"] == first["reward"]
