@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from posttrain.advantages import token_weights
 
 from posttrain import checkpoint, optim, packing
+from posttrain.advantages import token_weights
 from posttrain.config import PackingMode, SFTConf
 from posttrain.config.loss import Aggregation
 from posttrain.data.tasks import batch, make_task

@@ -91,6 +91,42 @@ def nan_on_the_last_rank(recipe) -> None:
     recipe.losses.policy_terms, recipe.optim.step = terms, step
 
 
+def infinite_gradient_in_the_second_step(recipe) -> None:
+    """Its loss is finite."""
+    import dataclasses
+
+    import torch
+
+    real, calls = recipe.losses.policy_terms, []
+
+    class Explode(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * torch.inf
+
+    def terms(*arguments):
+        found = real(*arguments)
+        calls.append(1)
+        return dataclasses.replace(found, loss_BK=Explode.apply(found.loss_BK)) if len(calls) == 2 else found
+
+    recipe.losses.policy_terms = terms
+
+
+def nan_twice_in_a_row_and_again(recipe) -> None:
+    """In all optimizer steps but each third, of one micro-batch each."""
+    real, calls = recipe.losses.policy_terms, []
+
+    def terms(logprobs_BK, *rest):
+        calls.append(1)
+        return real(logprobs_BK * float("nan") if len(calls) % 3 else logprobs_BK, *rest)
+
+    recipe.losses.policy_terms = terms
+
+
 def always_nan(recipe) -> None:
     import torch
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,8 +15,12 @@ from jobs import run_jobs
 from reference_grpo import TOKEN_LOSS, assert_equals, reference
 
 from posttrain import metrics
+from posttrain.config import ArithmeticConf, TaskName
+from posttrain.data.tasks import batch, make_task
+from posttrain.models.tiny import tiny_tokenizer
 
 SPLIT = ["loss.updates_per_rollout=2", "loss.mini_batches=2", "packing.tokens_per_row=64"]
+TASK = ArithmeticConf(name=TaskName.arithmetic, largest=49)
 NO_REDRAW = "loss.dynamic_sampling=0"
 PENALTIES = ["loss.kl.coefficient=0.05", "loss.entropy_coefficient=0.01"]
 
@@ -24,6 +29,7 @@ PENALTIES = ["loss.kl.coefficient=0.05", "loss.entropy_coefficient=0.01"]
 def one_rank(tmp_path_factory):
     """name -> run: everything that one rank can show, on one start."""
     jobs = {name: [f"loss={name}", NO_REDRAW, *SPLIT] for name in TOKEN_LOSS}
+    jobs["mini-batches"] = ["loss.mini_batches=4", "packing.tokens_per_row=64"]
     jobs["penalties"] = [*PENALTIES, "loss.kl.refresh_every=2", "loss.kl.reference=cpu", "steps=3", *SPLIT]
     jobs["temperature"] = ["rollout.temperature=0.6", *SPLIT]
     jobs["truncated"] = ["loss=reinforce_pp", "loss.mask_truncated=true", "rollout.max_new_tokens=3", *SPLIT]
@@ -54,6 +60,20 @@ def test_penalty_and_bonus_with_a_reference_that_moves(one_rank):
     fixed = reference(updates=2, mini_batches=2, steps=3, kl=0.05, entropy=0.01)
     assert_equals(one_rank["penalties"], rows, tolerance=2e-5)
     assert rows[0]["kl"] > 0 and abs(rows[2]["kl"] - fixed[2]["kl"]) > 1e-3  # the third step begins at a new reference
+
+
+def test_mini_batches_of_one_pass(one_rank):
+    """All but the first compare with a policy that is updated already."""
+    assert_equals(one_rank["mini-batches"], reference(mini_batches=4), tolerance=2e-5)
+
+
+def test_each_pass_is_billed(one_rank):
+    """An update costs about three forwards: two passes over all are 6 times the one for old logprobs."""
+    for name, passes in (("grpo", 1), ("penalties", 2)):
+        first = one_rank[name].training[0]
+        assert first["perf/flops_update"] / first["perf/flops_logprobs"] == pytest.approx(6 / passes, rel=0.1), name
+    first = one_rank["mini-batches"].training[0]
+    assert first["perf/flops_update"] / first["perf/flops_logprobs"] == pytest.approx(3, rel=0.1)
 
 
 def test_another_temperature(one_rank):
@@ -125,12 +145,27 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(tmp_path):
     assert run.summary["skipped_updates"] == 1 and "step 2: the loss of prompts [" in run.output
 
 
+def test_a_gradient_that_is_not_finite_is_skipped_too(tmp_path):
+    (run,) = run_jobs(tmp_path / "jobs", ["steps=3"], fault="infinite_gradient_in_the_second_step")
+    assert run.returncode == 0, run.output
+    assert [record.get("skipped_updates", 0) for record in run.records if "reward" in record] == [0, 1, 0]
+    assert "step 2: the gradient is not finite" in run.output and run.training[-1]["grad_norm"] > 0
+
+
 def test_the_run_stops_after_too_many_of_them(tmp_path):
     (run,) = run_jobs(tmp_path / "jobs", ["steps=9", "optim.max_skipped=3"], fault="always_nan")
     assert run.returncode != 0
     error = run.summary["error"]
-    assert re.search(r"step 3: the loss of prompts \[\d+.*is not finite.*3 in a row \(optim.max_skipped=3\)", error)
+    found = re.search(r"step 3: the loss of prompts \[(.*)\] is not finite.*3 in a row \(optim.max_skipped=3\)", error)
+    shown = {p.index for p in batch(make_task(TASK, tiny_tokenizer()).train, 4, step=2, seed=0)}
+    assert {int(index) for index in found[1].split(",")} <= shown
     assert run.summary["status"] == "failed" and run.summary["skipped_updates"] == 2
+
+
+def test_a_step_in_between_begins_the_count_again(tmp_path):
+    (run,) = run_jobs(tmp_path / "jobs", ["steps=6", "optim.max_skipped=3"], fault="nan_twice_in_a_row_and_again")
+    assert run.returncode == 0, run.output
+    assert run.summary["skipped_updates"] == 4 and run.output.count("is not finite") == 4
 
 
 def test_fine_tuning_skips_too(tmp_path):
@@ -183,6 +218,26 @@ def test_metrics_are_of_trained_tokens_and_taken_steps(monkeypatch):
             "sampling/kl": (2 * (e - 2) + e**2 - 3) / 3,
         }, rel=1e-5,
     )  # fmt: skip
+
+
+def test_metrics_of_rewards_leave_out_what_could_not_be_scored():
+    nan = float("nan")
+    rewards = [[1.0, 0.0, nan], [nan, nan, 0.5], [0.25, 0.25, 0.25]]
+    scores = [{"total": r, "correct": r, "format": 1.0} for row in rewards for r in row]
+    found = metrics.reward_metrics(torch.tensor(rewards), scores)
+    known = [1.0, 0.0, 0.5, 0.25, 0.25, 0.25]
+    assert found == pytest.approx(
+        {
+            "reward": sum(known) / 6,
+            "reward_std": (0.5**0.5 + 0.0) / 2,  # of the groups that have one
+            "frac_reward_zero_std": 1 / 3,
+            "frac_reward_unscorable": 3 / 9,
+            "rewards/correct/mean": sum(known) / 6,
+            "rewards/correct/std": statistics.stdev(known),
+            "rewards/format/mean": 1.0,
+            "rewards/format/std": 0.0,
+        }
+    )
 
 
 @pytest.fixture(scope="module")

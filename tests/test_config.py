@@ -245,7 +245,10 @@ def test_combinations_of_the_loss_that_do(compose, arguments):
         ("loss.correction.cap=5", "loss.correction.cap=5.0 without effect: loss.correction.level=none"),
         ("loss.overlong.factor=3", "loss.overlong.factor=3.0 without effect: loss.overlong.buffer=0.0"),
         ("loss=gspo loss.dual_clip=3", "loss.ratio=sequence_mean loss.dual_clip=3.0 without effect on gradients"),
+        ("loss.kl.coefficient=0.1 loss.kl.refresh_mix=0.5", "loss.kl.refresh_mix=0.5 without effect"),
         ("loss=gspo loss.mini_batches=2", ""),
+        ("loss=rloo", ""),  # the ratio of a completion has the gradient of all its tokens on each
+        ("optim.max_grad_norm=inf", ""),
         ("loss.kl.estimator=k2 loss.kl.coefficient=0.1", ""),
     ],
 )

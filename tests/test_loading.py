@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     BloomConfig,
+    FalconConfig,
+    FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -66,6 +68,19 @@ def test_no_dropout_of_any_kind(tmp_path, checkpointing):
     assert torch.equal(first, second)
     first.sum().backward()
     assert len(calls) == (3 if checkpointing else 2)  # recomputed
+
+
+def test_dropout_that_would_come_from_the_config_is_refused(tmp_path):
+    config = FalconConfig(
+        vocab_size=264, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, hidden_dropout=0.1
+    )
+    FalconForCausalLM(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    ids = torch.arange(1, 20)[None]
+    model, _ = load(at(tmp_path))
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    with pytest.raises(UserError, match="hidden_dropout=0.1 in FalconDecoderLayer.*gradient_checkpointing=false"):
+        load(at(tmp_path, gradient_checkpointing=True))
 
 
 def test_masters_are_fp32_and_every_end_token_counts(tmp_path):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from posttrain import losses
 from posttrain.advantages import token_weights
 from posttrain.config.loss import (
     Aggregation,
@@ -357,6 +358,18 @@ def test_beyond_twenty_a_ratio_is_constant():
     terms.loss_BK.sum().backward()
     assert terms.loss_BK.tolist()[0] == pytest.approx([math.exp(19), math.exp(20)])
     assert logprobs.grad.tolist()[0] == pytest.approx([math.exp(19), 0.0])
+
+
+def test_k3_is_bounded_at_twenty_alone():
+    """verl caps its value at 10; where ours ends there is no gradient."""
+    gap = torch.tensor([[-15.0, 3.0, 15.0, 25.0]], dtype=torch.float64)
+    logprobs = torch.zeros_like(gap, requires_grad=True)
+    found = losses.kl(logprobs, gap, KLEstimator.k3)
+    found.sum().backward()
+    exact = [math.exp(d) - d - 1 for d in (-15.0, 3.0, 15.0, 20.0)]
+    assert found[0].tolist() == pytest.approx(exact, rel=1e-12)
+    slopes = [1 - math.exp(d) for d in (-15.0, 3.0, 15.0)]
+    assert logprobs.grad[0].tolist() == pytest.approx([*slopes, 0.0], rel=1e-12)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

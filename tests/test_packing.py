@@ -1,6 +1,7 @@
 """The tensors of a micro-batch, and the same loss and gradient however documents are split."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,6 +137,25 @@ def test_loss_and_gradient_do_not_depend_on_the_split(model, cfg, ranks):
     found, found_gradient = loss_and_gradient(model, packing.plan(documents, SPARE, cfg, ranks, COST), cfg)
     assert found == pytest.approx(wanted, rel=1e-5)
     assert (found_gradient - gradient).norm() / gradient.norm() < 1e-5
+
+
+@pytest.mark.parametrize("mode", list(PackingMode))
+def test_groups_of_losses_that_are_not_finite(mode):
+    """Each group once, whatever stands at padding and in spare documents."""
+    cfg = PackingConf(mode=mode)
+    groups = [7, 8, 7, 9]
+    documents = [document(3, 2 + n, number=n) for n in range(4)]
+    documents = [replace(d, rollout=replace(d.rollout, group=g)) for d, g in zip(documents, groups, strict=True)]
+    share = [documents[:3], [documents[3]], [SPARE]]
+    rows = [packing.build(row, cfg, 0, torch.device("cpu")) for row in share]
+    losses = [torch.zeros(row.targets_BK.shape) for row in rows]
+    losses[2][:] = float("nan")
+    assert packing.not_finite(losses, share, cfg) == []
+    for n in (0, 2):
+        losses[0][(rows[0].document_BK == n) & (rows[0].weights_BK > 0)] = float("inf")
+    assert packing.not_finite(losses, share, cfg) == [7]
+    losses[1][0, -1] = float("nan")
+    assert packing.not_finite(losses, share, cfg) == [7, 9]
 
 
 def test_entropy_against_torch(model):

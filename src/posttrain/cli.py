@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import logging
 import os
 import re
 import sys
@@ -144,6 +145,8 @@ def _order(recipe: Path) -> dict[str, Any]:
         order["exit"] = _read_command_line(recipe, take)
     except SystemExit as end:  # --help, or an unknown flag
         order["exit"] = end.code or 0
+    logging.getLogger().handlers.clear()  # Hydra's: this process goes on as a rank, and libraries would write there
+    logging.getLogger().setLevel(logging.WARNING)
     return order
 
 

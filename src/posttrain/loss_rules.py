@@ -130,8 +130,10 @@ def idle(cfg: JobConf) -> list[str]:
         if off and (keys := [key for key, value in dataclasses.asdict(default).items() if chosen[key] != value]):
             options = " ".join(f"loss.{name}.{key}={chosen[key]}" for key in keys)
             found.append(f"{options} without effect: loss.{name}.{switch}={chosen[switch]}")
+    if loss.kl.coefficient and loss.kl.refresh_mix != 1 and not loss.kl.refresh_every:
+        found.append(f"loss.kl.refresh_mix={loss.kl.refresh_mix} without effect: loss.kl.refresh_every=0")
     if loss.optimizer_steps == 1:
-        options = [f"loss.ratio={loss.ratio}"] * (loss.ratio is not Ratio.token)
+        options = [f"loss.ratio={loss.ratio}"] * (loss.ratio is Ratio.sequence_mean)
         options += [f"loss.surrogate={loss.surrogate}"] * (loss.surrogate is Surrogate.sapo)
         options += [f"loss.dual_clip={loss.dual_clip}"] * (loss.dual_clip is not None)
         if options:

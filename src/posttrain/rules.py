@@ -24,6 +24,7 @@ from posttrain.loss_rules import least, loss_rules, surrogate_rules
 def problems(cfg: JobConf, world: int) -> list[str]:
     """What is wrong with a job for `world` ranks, every error at once, each with what to type instead."""
     values = {key: value for key, value in _values(cfg) if isinstance(value, float)}
+    values.pop("optim.max_grad_norm", None)  # infinite: no clipping
     endless = [f"{key}={value}: must be a finite number" for key, value in values.items() if not math.isfinite(value)]
     if endless:  # what follows compares numbers
         return endless

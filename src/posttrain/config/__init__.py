@@ -141,7 +141,7 @@ class OptimConf:
     lr: float = 1e-6
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 1.0  # gradients are scaled down to this norm; inf: never
     max_skipped: int = 5  # so many updates in a row whose loss or gradient is not finite stop the run
     schedule: Schedule = Schedule.constant
     warmup_steps: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import torch
@@ -170,7 +171,19 @@ def _ready(model, tokenizer, cfg: ModelConf, stored_dtype) -> tuple[PreTrainedMo
                 module.training = True
                 for name in [name for name, value in vars(module).items() if "drop" in name and type(value) is float]:
                     setattr(module, name, 0.0)
+                _no_dropout_from(model.config, module)
     return model, tokenizer
+
+
+def _no_dropout_from(config: PreTrainedConfig, module: torch.nn.Module) -> None:
+    """Raises UserError if `module`, in train mode, would read a dropout from the config, which an export writes."""
+    source = inspect.getsource(type(module).forward)
+    for name, value in vars(config).items():
+        if "drop" in name and type(value) is float and value > 0 and f"config.{name}" in source:
+            raise UserError(
+                f"model.gradient_checkpointing=true switches on {name}={value} in {type(module).__name__}, and ratios "
+                "would not start at 1: set it to 0 in config.json, or type model.gradient_checkpointing=false"
+            )
 
 
 def _first_line(error: Exception) -> str:
