@@ -24,7 +24,7 @@ class Rollout:
     """
 
     prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]  # with the end token where the model ended its turn; never empty
+    completion_ids: tuple[int, ...]  # with the end token where the model ended its turn; an empty one does not count
     logprobs: tuple[float, ...]  # of completion_ids, under the distribution that was sampled from
     finish_reason: str  # "stop": an end token was sampled; "length": max_new_tokens was reached
     group: int  # the prompt's place in the step's global batch; its samples share it
