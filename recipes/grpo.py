@@ -132,21 +132,19 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
             # Mini-batches of whole groups, packed. The loss of one is the sum over all tokens of all ranks of weight *
             # token loss. Documents without a gradient count in the weights, but are not computed.
             plans, spare = [], packing.spare(groups[0][0])
-            for n in range(cfg.loss.mini_batches):
-                share = slice(n, None, cfg.loss.mini_batches)
-                rollouts = [rollout for group in batch_groups[share] for rollout in group]
-                weights = token_weights(
-                    counted_PG[share].flatten().tolist(), cfg.loss.aggregation, cfg.rollout.max_new_tokens
-                )
-                documents = [
-                    packing.Document(rollout=r, advantage=a, weight=w, index=i)
-                    for i, (r, a, w) in enumerate(
-                        zip(rollouts, advantages_PG[share].flatten().tolist(), weights, strict=True)
-                    )
-                    if w and (a or cfg.loss.every_token_counts)
-                ]
-                plans.append(packing.plan(documents, spare, cfg.packing, world, cost))
-            mini_batches = [[packing.build(row, cfg.packing, pad_id, device) for row in plan[rank]] for plan in plans]
+            with timed(seconds, "update"):
+                for n in range(cfg.loss.mini_batches):
+                    share = slice(n, None, cfg.loss.mini_batches)
+                    rollouts = [rollout for group in batch_groups[share] for rollout in group]
+                    lengths, scales = counted_PG[share].flatten().tolist(), advantages_PG[share].flatten().tolist()
+                    weights = token_weights(lengths, cfg.loss.aggregation, cfg.rollout.max_new_tokens)
+                    documents = [
+                        packing.Document(rollout=r, advantage=a, weight=w, index=i)
+                        for i, (r, a, w) in enumerate(zip(rollouts, scales, weights, strict=True))
+                        if w and (a or cfg.loss.every_token_counts)
+                    ]
+                    plans.append(packing.plan(documents, spare, cfg.packing, world, cost))
+                mini_batches = [[packing.build(row, cfg.packing, pad_id, device) for row in p[rank]] for p in plans]
 
             # Logprobs to compare with: of the policy that sampled, which only a second optimizer step needs (the first
             # one's own are these), and of the reference.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,19 +23,11 @@ def run_jobs(directory: Path, *jobs: Sequence[str], nproc: int = 1, fault: str =
         order.append({"recipe": recipe, "values": values(recipe, [*base, *overrides]), "fault": fault})
         order[-1]["run_dir"] = str(directory / str(number))
     (directory / "jobs.json").write_text(json.dumps(order))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(nproc),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    shared = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "CUDA_VISIBLE_DEVICES": ""}
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(directory / "jobs.json")],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(nproc)},
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -127,6 +118,13 @@ def nan_twice_in_a_row_and_again(recipe) -> None:
     recipe.losses.policy_terms = terms
 
 
+def slow_packing(recipe) -> None:
+    import time
+
+    real = recipe.packing.plan
+    recipe.packing.plan = lambda *arguments: time.sleep(3) or real(*arguments)
+
+
 def always_nan(recipe) -> None:
     import torch
 
@@ -202,7 +200,8 @@ def main(order: Path) -> None:
     from posttrain.validation import typed
 
     torch.set_num_threads(1)
-    rank.start_process_group(timeout_s=120)
+    store = dist.FileStore(str(order.with_name("store")), int(os.environ["WORLD_SIZE"]))  # no port to race for
+    rank.start_process_group(120, store)
     for job in json.loads(order.read_text()):
         recipe = rank._import(ROOT / "recipes" / f"{job['recipe']}.py")
         cfg = typed(job["recipe"], job["values"])

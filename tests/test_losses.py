@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from posttrain import losses
 from posttrain.advantages import token_weights
 from posttrain.config.loss import (
     Aggregation,
@@ -22,7 +21,7 @@ from posttrain.config.loss import (
     Ratio,
     Surrogate,
 )
-from posttrain.losses import policy_terms
+from posttrain.losses import kl, policy_terms
 
 SAPO = dict(surrogate=Surrogate.sapo, sapo_tau_positive=1.0, sapo_tau_negative=1.05)
 CISPO = dict(surrogate=Surrogate.cispo, clip_low=None, clip_high=4.0)
@@ -364,7 +363,7 @@ def test_k3_is_bounded_at_twenty_alone():
     """verl caps its value at 10; where ours ends there is no gradient."""
     gap = torch.tensor([[-15.0, 3.0, 15.0, 25.0]], dtype=torch.float64)
     logprobs = torch.zeros_like(gap, requires_grad=True)
-    found = losses.kl(logprobs, gap, KLEstimator.k3)
+    found = kl(logprobs, gap, KLEstimator.k3)
     found.sum().backward()
     exact = [math.exp(d) - d - 1 for d in (-15.0, 3.0, 15.0, 20.0)]
     assert found[0].tolist() == pytest.approx(exact, rel=1e-12)

@@ -81,14 +81,12 @@ def unpack(values_BK: torch.Tensor, row: Row, cfg: PackingConf) -> dict[int, tor
 
 
 def not_finite(token_losses: Sequence[torch.Tensor], share: Sequence[Row], cfg: PackingConf) -> list[int]:
-    """Groups of a rank's documents with a loss [B, K] that is not finite; of all its documents if each has one."""
-    found = [
-        document.rollout.group
-        for losses_BK, row in zip(token_losses, share, strict=True)
-        for document in row
-        if document.weight and not unpack(losses_BK, row, cfg)[document.index].isfinite().all()
-    ]
-    return sorted(set(found))
+    """Groups, each once, of this rank's documents of which a token's loss, in [B, K] of each row, is not finite."""
+    found = set()
+    for losses_BK, row in zip(token_losses, share, strict=True):
+        by_document = unpack(losses_BK, row, cfg)
+        found |= {d.rollout.group for d in row if d.weight and not by_document[d.index].isfinite().all()}
+    return sorted(found)
 
 
 def _spans(row: Row) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from posttrain.config import (
     JobConf,
     SFTConf,
     Strategy,
+    TrainingConf,
     hybrid_shard_size,
 )
 from posttrain.config.loss import Baseline
@@ -28,7 +29,7 @@ def problems(cfg: JobConf, world: int) -> list[str]:
     endless = [f"{key}={value}: must be a finite number" for key, value in values.items() if not math.isfinite(value)]
     if endless:  # what follows compares numbers
         return endless
-    rules = [*_common(cfg), *(_training(cfg, world) if isinstance(cfg, GRPOConf | SFTConf) else [])]
+    rules = [*_common(cfg), *(_training(cfg, world) if isinstance(cfg, TrainingConf) else [])]
     if isinstance(cfg, GRPOConf):
         rules += [*_grpo(cfg), *surrogate_rules(cfg.loss), *loss_rules(cfg)]
     if cfg.model.architecture is Architecture.auto and cfg.model.path is None:
@@ -53,7 +54,7 @@ def _common(cfg: JobConf) -> list[tuple[bool, str]]:
         least("rollout.max_new_tokens", rollout.max_new_tokens, 1),
         least("rollout.batch_size", rollout.batch_size, 1),
         least("task.max_prompt_tokens", task.max_prompt_tokens, 1),
-        least("evaluation.prompts", evaluation.prompts, 0 if isinstance(cfg, GRPOConf | SFTConf) else 1),
+        least("evaluation.prompts", evaluation.prompts, 0 if isinstance(cfg, TrainingConf) else 1),
         (0 <= cfg.seed < 2**63, f"seed={cfg.seed}: must be at least 0 and below 2^63"),
         *([least("task.heldout", task.heldout, 0)] if isinstance(task, ArithmeticConf | FileConf) else []),
         *([least("task.largest", task.largest, 1)] if isinstance(task, ArithmeticConf) else []),
@@ -69,7 +70,7 @@ def _common(cfg: JobConf) -> list[tuple[bool, str]]:
     ]
 
 
-def _training(cfg: GRPOConf | SFTConf, world: int) -> list[tuple[bool, str]]:
+def _training(cfg: TrainingConf, world: int) -> list[tuple[bool, str]]:
     betas, budget, pad = cfg.optim.betas, cfg.packing.tokens_per_row, cfg.packing.pad_multiple
     return [
         least("evaluation.every", cfg.evaluation.every, 0),
@@ -128,7 +129,7 @@ def _auto_or_count(key: str, value: int | str) -> tuple[bool, str]:
     return holds, f"{key}={value}: must be auto, or a whole number from 1"
 
 
-def _hybrid(cfg: GRPOConf | SFTConf, world: int) -> tuple[bool, str]:
+def _hybrid(cfg: TrainingConf, world: int) -> tuple[bool, str]:
     """shard_size under another strategy is ignored, so that a sweep over strategies can set it once."""
     if cfg.fsdp.strategy is not Strategy.hybrid_shard:
         return True, ""

@@ -194,28 +194,29 @@ class JobConf:
 
 
 @dataclass
-class SFTConf(JobConf):
+class TrainingConf(JobConf):
+    """What every recipe has that trains."""
+
     evaluation: PeriodicEvaluationConf = field(default_factory=PeriodicEvaluationConf)
-    fsdp: FSDPConf = field(default_factory=FSDPConf)
     packing: PackingConf = field(default_factory=PackingConf)
+    fsdp: FSDPConf = field(default_factory=FSDPConf)
     optim: OptimConf = field(default_factory=OptimConf)
     logger: LoggerConf = field(default_factory=LoggerConf)
     steps: int = 200
+
+
+@dataclass
+class SFTConf(TrainingConf):
     batch_size: int = 64  # documents an optimizer step, over all ranks
     init: bool = False  # start from random weights instead of the checkpoint's
     stop_at: float | None = None  # end early once an evaluation's eval/rewards/correct reaches this
 
 
 @dataclass
-class GRPOConf(JobConf):
+class GRPOConf(TrainingConf):
     rollout: RolloutConf = field(default_factory=RolloutConf)
-    evaluation: PeriodicEvaluationConf = field(default_factory=PeriodicEvaluationConf)
-    packing: PackingConf = field(default_factory=PackingConf)
-    fsdp: FSDPConf = field(default_factory=FSDPConf)
     metrics: MetricsConf = field(default_factory=MetricsConf)
     loss: LossConf = field(default_factory=LossConf)
-    optim: OptimConf = field(default_factory=OptimConf)
-    logger: LoggerConf = field(default_factory=LoggerConf)
     checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
     steps: int = 350
     prompts_per_step: int = 32  # prompts an optimizer step, over all ranks; any number, also below the ranks
