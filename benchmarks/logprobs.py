@@ -34,7 +34,7 @@ from posttrain.logprobs import Head, find_head, token_logprobs
 from posttrain.models import gdn_packing
 from posttrain.models.loading import load
 from posttrain.models.tiny import tiny_config
-from posttrain.optim import make_optimizer
+from posttrain.training.optim import make_optimizer
 
 VOCABULARY, TOKENS, HIDDEN = 248_320, 8_192, 1_024
 FITTING = 2_048  # tokens whose full logits, 10 GB, fit into a laptop

@@ -19,10 +19,10 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from posttrain.cli import _declare
-from posttrain.rank import _import, start_process_group
-from posttrain.tracking import read_records
-from posttrain.validation import typed
+from posttrain.command.cli import _declare
+from posttrain.command.rank import _import, start_process_group
+from posttrain.tracking.tracker import read_records
+from posttrain.config.validation import typed
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["steps=20", "evaluation.prompts=0", "checkpoint.every=0", "checkpoint.export=false"]
@@ -45,7 +45,7 @@ if __name__ == "__main__":
         values = OmegaConf.to_container(compose("grpo", QUICK + sys.argv[1:]), resolve=True, enum_to_str=True)
     import torch
 
-    from posttrain.mfu import Meter
+    from posttrain.metrics.mfu import Meter
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     start_process_group(60)

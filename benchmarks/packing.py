@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from posttrain import packing_plan
+from posttrain.packing import planning
 from posttrain.config import PackingConf, PackingMode
 from posttrain.flops import PassCost
 from posttrain.records import Rollout
@@ -35,10 +35,10 @@ MIXES: dict[str, Callable[[random.Random], float]] = {  # a length, as a part of
 }
 
 
-def documents(lengths: Sequence[int]) -> list[packing_plan.Document]:
+def documents(lengths: Sequence[int]) -> list[planning.Document]:
     """A prompt of a quarter of each length, and the rest completion. Only their lengths matter here."""
     return [
-        packing_plan.Document(
+        planning.Document(
             rollout=Rollout(
                 prompt_ids=range(length // 4),
                 completion_ids=range(length - length // 4),
@@ -84,19 +84,19 @@ def imbalance(loads: Sequence[float]) -> float:
     return max(loads) * len(loads) / sum(loads)
 
 
-def in_step(plan: packing_plan.Plan, cfg: PackingConf, cost: PassCost) -> float:
+def in_step(plan: planning.Plan, cfg: PackingConf, cost: PassCost) -> float:
     """As `imbalance`, if ranks waited for each other after every micro-batch."""
-    each = [[packing_plan._row_cost(row, cfg, cost) for row in share] for share in plan]
+    each = [[planning._row_cost(row, cfg, cost) for row in share] for share in plan]
     return sum(map(max, zip(*each, strict=True))) * len(plan) / sum(map(sum, each))
 
 
-def rows_first(docs: Sequence[packing_plan.Document], cfg: PackingConf, ranks: int, cost: PassCost) -> float:
+def rows_first(docs: Sequence[planning.Document], cfg: PackingConf, ranks: int, cost: PassCost) -> float:
     """The imbalance of the other order: pack all documents, then balance rows."""
 
-    def row_cost(row: packing_plan.Row) -> float:
-        return packing_plan._row_cost(row, cfg, cost)
+    def row_cost(row: planning.Row) -> float:
+        return planning._row_cost(row, cfg, cost)
 
-    shares = packing_plan._deal(packing_plan._best_fit(docs, cfg.tokens_per_row), row_cost, ranks)
+    shares = planning._deal(planning._best_fit(docs, cfg.tokens_per_row), row_cost, ranks)
     return imbalance([sum(map(row_cost, share)) for share in shares])
 
 
@@ -105,9 +105,9 @@ def measure(lengths: list[int], ranks: int, cfg: PackingConf, cost: PassCost) ->
     one = [cost([length], length - length // 4) for length in lengths]
     least = math.ceil(least_rows(lengths, cfg.tokens_per_row) / ranks)
     began = time.process_time()
-    plan = packing_plan.plan(docs, packing_plan.spare(docs[0].rollout), cfg, ranks, cost)
+    plan = planning.plan(docs, planning.spare(docs[0].rollout), cfg, ranks, cost)
     seconds = time.process_time() - began
-    found = packing_plan.statistics([plan], cfg, cost)
+    found = planning.statistics([plan], cfg, cost)
     return {
         "max/mean": found["packing/rank_imbalance"],
         "rows first": rows_first(docs, cfg, ranks, cost),
@@ -137,7 +137,7 @@ def main() -> None:
             vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
             num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
         )  # fmt: skip
-        cost = packing_plan.document_cost(AutoModelForCausalLM.from_config(shape))
+        cost = planning.document_cost(AutoModelForCausalLM.from_config(shape))
     short = PackingConf(mode=PackingMode.thd, tokens_per_row=4096, pad_multiple=64)
     print(__doc__)
     table(

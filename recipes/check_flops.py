@@ -18,7 +18,16 @@ from torch import nn
 
 from posttrain.errors import UserError
 from posttrain.flops import counter, size
-from posttrain.models.survey import Builder, arguments, builders, one_line, progress, show, summary, table
+from posttrain.models.survey import (
+    Builder,
+    arguments,
+    builders,
+    one_line,
+    progress,
+    show,
+    summary,
+    table,
+)
 
 LENGTHS = (70,)  # more than a window or chunk of a tiny model
 LOGITS = 7
@@ -57,18 +66,33 @@ def compare(result: Check, build: Builder) -> None:
         logits = sum(LENGTHS) if logits is None else logits
         cost = sized.forward_cost
         result.convention = ("useful" if seen else "dense") if cost.per_pair else "none"
-        result.counted = cost.dense(LENGTHS, logits) if result.convention == "dense" else cost(LENGTHS, logits)
-        result.parts = {part: cost(LENGTHS, logits) for part, cost in sized.parts.items()}
+        result.counted = (
+            cost.dense(LENGTHS, logits)
+            if result.convention == "dense"
+            else cost(LENGTHS, logits)
+        )
+        result.parts = {
+            part: cost(LENGTHS, logits) for part, cost in sized.parts.items()
+        }
         if result.counted != result.counter:
-            result.verdict, result.reason = "WRONG", "the count differs from the counter's"
+            result.verdict, result.reason = (
+                "WRONG",
+                "the count differs from the counter's",
+            )
     except Exception as error:
-        result.verdict, result.reason = "WRONG", f"counted but not compared: {one_line(error)}"
+        result.verdict, result.reason = (
+            "WRONG",
+            f"counted but not compared: {one_line(error)}",
+        )
 
 
 def _choose_two_experts(model: nn.Module) -> None:
     """In a tiny model each token passes all experts, which would hide how many they are."""
     for module in model.modules():
-        if isinstance(getattr(module, "top_k", None), int) and type(module).__name__ not in counter.EVERY_EXPERT:
+        if (
+            isinstance(getattr(module, "top_k", None), int)
+            and type(module).__name__ not in counter.EVERY_EXPERT
+        ):
             module.top_k = min(module.top_k, 2)
 
 
@@ -76,11 +100,18 @@ def text(checks: list[Check], markdown: bool) -> str:
     """The table: aligned for a terminal, or in Markdown."""
     rows = [["architecture", "counted", "counter", "error", "attention", "verdict"]]
     for c in checks:
-        figures = [f"{figure:,.0f}" if figure is not None else "" for figure in (c.counted, c.counter)]
-        error = f"{abs(c.counted / c.counter - 1):.2%}" if c.counted and c.counter else ""
+        figures = [
+            f"{figure:,.0f}" if figure is not None else ""
+            for figure in (c.counted, c.counter)
+        ]
+        error = (
+            f"{abs(c.counted / c.counter - 1):.2%}" if c.counted and c.counter else ""
+        )
         verdict = c.verdict if c.reason is None else f"{c.verdict}: {c.reason}"
         rows.append([c.architecture, *figures, error, c.convention or "", verdict])
-    return table(rows, markdown) + "\n\n" + summary([c.verdict for c in checks], VERDICTS)
+    return (
+        table(rows, markdown) + "\n\n" + summary([c.verdict for c in checks], VERDICTS)
+    )
 
 
 def main() -> int:

@@ -20,7 +20,16 @@ from transformers import PreTrainedModel
 from posttrain.errors import UserError
 from posttrain.models import gdn_packing
 from posttrain.models.packed.probe import WAY_OUT
-from posttrain.models.survey import Builder, arguments, builders, one_line, progress, show, summary, table
+from posttrain.models.survey import (
+    Builder,
+    arguments,
+    builders,
+    one_line,
+    progress,
+    show,
+    summary,
+    table,
+)
 
 DOCUMENTS = (13, 2, 17)
 
@@ -33,7 +42,9 @@ class Check:
     position_ids_only: float | None = None
     position_ids_error: str | None = None
     difference: float | None = None
-    layers: dict[str, int] = field(default_factory=dict)  # stateful and attention classes of the tiny model
+    layers: dict[str, int] = field(
+        default_factory=dict
+    )  # stateful and attention classes of the tiny model
     kernels: dict[str, str] = field(default_factory=dict)
     verdict: str = "packs"  # or refused, or not built
     reason: str | None = None
@@ -42,14 +53,23 @@ class Check:
 def position_ids_only(model: PreTrainedModel) -> float:
     """The leak of upstream's own functions: documents in a row, marked by position_ids, against each alone."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids_T = torch.randint(vocabulary, (sum(DOCUMENTS),), generator=torch.Generator().manual_seed(1))
+    ids_T = torch.randint(
+        vocabulary, (sum(DOCUMENTS),), generator=torch.Generator().manual_seed(1)
+    )
     positions = [torch.arange(length) for length in DOCUMENTS]
 
     def logits(ids_T: torch.Tensor, position_ids_T: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=ids_T[None], position_ids=position_ids_T[None], use_cache=False).logits[0]
+        return model(
+            input_ids=ids_T[None], position_ids=position_ids_T[None], use_cache=False
+        ).logits[0]
 
     with torch.no_grad():
-        alone_TV = torch.cat([logits(*document) for document in zip(ids_T.split(DOCUMENTS), positions, strict=True)])
+        alone_TV = torch.cat(
+            [
+                logits(*document)
+                for document in zip(ids_T.split(DOCUMENTS), positions, strict=True)
+            ]
+        )
         packed_TV = logits(ids_T, torch.cat(positions))
     return float((packed_TV - alone_TV).abs().max() / alone_TV.abs().max())
 
@@ -60,27 +80,42 @@ def check(builders: dict[str, Builder]) -> list[Check]:
     for result in progress(checks, "position_ids only"):
         try:
             model = builders[result.architecture]()
-        except Exception as error:  # of whatever kind: the reason is what the table shows
+        except (
+            Exception
+        ) as error:  # of whatever kind: the reason is what the table shows
             result.verdict, result.reason = "not built", _one_line(error)
             continue
         try:
             result.position_ids_only = position_ids_only(model)
         except Exception as error:
             result.position_ids_error = _one_line(error)
-    for result in progress([result for result in checks if result.verdict != "not built"], "probe"):
+    for result in progress(
+        [result for result in checks if result.verdict != "not built"], "probe"
+    ):
         model = builders[result.architecture]()
         try:
             gdn_packing.patch(model)
             proof = gdn_packing.verify(model)
-            result.difference, result.layers, result.kernels = proof.max_difference, proof.layers, proof.kernels
-        except Exception as error:  # a UserError, or an architecture that cannot be called so
+            result.difference, result.layers, result.kernels = (
+                proof.max_difference,
+                proof.layers,
+                proof.kernels,
+            )
+        except (
+            Exception
+        ) as error:  # a UserError, or an architecture that cannot be called so
             result.verdict, result.reason = "refused", _one_line(error)
     return checks
 
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, UserError):
-        return str(error).removeprefix("packing=thd is unsafe here: ").removesuffix(WAY_OUT).strip()
+        return (
+            str(error)
+            .removeprefix("packing=thd is unsafe here: ")
+            .removesuffix(WAY_OUT)
+            .strip()
+        )
     return one_line(error)
 
 
@@ -90,12 +125,26 @@ def text(checks: list[Check], markdown: bool) -> str:
     for result in checks:
         alone = f"error: {result.position_ids_error}"
         if result.position_ids_error is None:
-            alone = "" if result.position_ids_only is None else f"{result.position_ids_only:.1e}"
+            alone = (
+                ""
+                if result.position_ids_only is None
+                else f"{result.position_ids_only:.1e}"
+            )
         ours = "" if result.difference is None else f"{result.difference:.1e}"
-        kernels = ", ".join(f"{operation}: {kernel}" for operation, kernel in result.kernels.items())
-        verdict = result.verdict if result.reason is None else f"{result.verdict}: {result.reason}"
+        kernels = ", ".join(
+            f"{operation}: {kernel}" for operation, kernel in result.kernels.items()
+        )
+        verdict = (
+            result.verdict
+            if result.reason is None
+            else f"{result.verdict}: {result.reason}"
+        )
         rows.append([result.architecture, alone, ours, kernels, verdict])
-    return table(rows, markdown) + "\n\n" + summary([c.verdict for c in checks], ("packs", "refused", "not built"))
+    return (
+        table(rows, markdown)
+        + "\n\n"
+        + summary([c.verdict for c in checks], ("packs", "refused", "not built"))
+    )
 
 
 def main() -> int:

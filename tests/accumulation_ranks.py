@@ -12,16 +12,17 @@ import torch.distributed as dist
 from conftest import ROOT
 from torch.distributed.fsdp import FSDPModule
 
-from posttrain import packing, rank
+from posttrain import packing
+from posttrain.command import rank
 from posttrain.advantages import token_weights
 from posttrain.config import Architecture, FSDPConf, GRPOConf, ModelConf, OptimConf, PackingConf, PackingMode, Strategy
-from posttrain.config.loss import Aggregation, KLConf, LossConf
-from posttrain.fsdp import make_accelerator
+from posttrain.config.algorithm import Aggregation, KLConf, AlgorithmConf
+from posttrain.training.fsdp import make_accelerator
 from posttrain.logprobs import find_head, token_logprobs
-from posttrain.metrics import UpdateMetrics
+from posttrain.metrics.step import UpdateMetrics
 from posttrain.models import gdn_packing
 from posttrain.models.loading import load
-from posttrain.optim import make_optimizer
+from posttrain.training.optim import make_optimizer
 from posttrain.records import Rollout
 
 LENGTHS = [1, 50, 1, 1, 50, 50, 1, 1]
@@ -65,7 +66,7 @@ def main(out: str) -> None:
 
     recipe.optim.step, gradients = keep_gradients, None
     for aggregation in Aggregation:
-        loss = LossConf(aggregation=aggregation, entropy_coefficient=0.01, kl=KLConf(coefficient=0.0))
+        loss = AlgorithmConf(aggregation=aggregation, entropy_coefficient=0.01, kl=KLConf(coefficient=0.0))
         cfg = GRPOConf(loss=loss)
         lengths = [0 if n in MASKED else length for n, length in enumerate(LENGTHS)]
         weights = token_weights(lengths, aggregation, 64)

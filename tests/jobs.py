@@ -48,7 +48,7 @@ def values(recipe: str, overrides: Sequence[str]) -> dict:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    from posttrain import cli
+    from posttrain.command import cli
 
     cli._declare(recipe)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -195,9 +195,9 @@ def main(order: Path) -> None:
     import torch.distributed as dist
     from accelerate.state import AcceleratorState
 
-    from posttrain import rank
-    from posttrain.rules import problems
-    from posttrain.validation import typed
+    from posttrain.command import rank
+    from posttrain.config.rules import problems
+    from posttrain.config.validation import typed
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(order.with_name("store")), int(os.environ["WORLD_SIZE"]))  # no port to race for

@@ -9,7 +9,7 @@ import statistics
 import torch
 
 from posttrain.config import Architecture, ArithmeticConf, ModelConf, RolloutConf, TaskName
-from posttrain.data.tasks import batch, make_task
+from posttrain.tasks import batch, make_task
 from posttrain.models import gdn_packing
 from posttrain.models.loading import end_token_ids, load
 from posttrain.rollout.local import generate

@@ -17,14 +17,14 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from posttrain import checkpoint
+from posttrain.training import checkpoint
 from posttrain.config import Architecture, FSDPConf, ModelConf, OptimConf, Strategy
-from posttrain.config.loss import KLConf, ReferenceDevice
-from posttrain.fsdp import gathered, make_accelerator, sharding, synchronise_gradients
+from posttrain.config.algorithm import KLConf, ReferenceDevice
+from posttrain.training.fsdp import gathered, make_accelerator, sharding, synchronise_gradients
 from posttrain.models.loading import load
-from posttrain.optim import make_optimizer
-from posttrain.rank import start_process_group
-from posttrain.reference import make_reference
+from posttrain.training.optim import make_optimizer
+from posttrain.command.rank import start_process_group
+from posttrain.training.reference import make_reference
 
 STEPS = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

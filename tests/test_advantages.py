@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain.advantages import advantages, informative, overlong_penalty, token_weights
-from posttrain.config.loss import AdvantageScale, Aggregation, Baseline, LossConf, OverlongConf
+from posttrain.config.algorithm import AdvantageScale, Aggregation, Baseline, AlgorithmConf, OverlongConf
 
 NAN = float("nan")
 REWARDS = [
@@ -23,7 +23,7 @@ COMBINATIONS = [(b, s) for b in Baseline for s in AdvantageScale if (b, s) != (B
 
 
 def found(rewards, lengths, baseline, scale):
-    cfg = LossConf(advantage_baseline=baseline, advantage_scale=scale)
+    cfg = AlgorithmConf(advantage_baseline=baseline, advantage_scale=scale)
     return advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(lengths), cfg)
 
 
@@ -89,7 +89,7 @@ def test_plain_reinforce_pp_has_no_baseline():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_teach_nothing(baseline, scale, dtype):
     # In fp32 the mean of seven 0.1 is not 0.1: (R - mean) / (std + 1e-8) would be 0.41.
-    cfg = LossConf(advantage_baseline=baseline, advantage_scale=scale)
+    cfg = AlgorithmConf(advantage_baseline=baseline, advantage_scale=scale)
     values = advantages(torch.full((2, 7), 0.1, dtype=dtype), torch.arange(14).view(2, 7), cfg)
     assert values.dtype == dtype and values.tolist() == [[0.0] * 7] * 2
 

@@ -12,31 +12,31 @@ from jobs import run_jobs
 from reference_grpo import TOKEN_LOSS, assert_equals, reference
 
 from posttrain.config import ArithmeticConf, TaskName
-from posttrain.data.tasks import batch, make_task
+from posttrain.tasks import batch, make_task
 from posttrain.models.tiny import tiny_tokenizer
 
-SPLIT = ["loss.updates_per_rollout=2", "loss.mini_batches=2", "packing.tokens_per_row=64"]
+SPLIT = ["algorithm.updates_per_rollout=2", "algorithm.mini_batches=2", "packing.tokens_per_row=64"]
 TASK = ArithmeticConf(name=TaskName.arithmetic, largest=49)
-NO_REDRAW = "loss.dynamic_sampling=0"
-PENALTIES = ["loss.kl.coefficient=0.05", "loss.entropy_coefficient=0.01"]
+NO_REDRAW = "algorithm.dynamic_sampling=0"
+PENALTIES = ["algorithm.kl.coefficient=0.05", "algorithm.entropy_coefficient=0.01"]
 
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
     """name -> run: everything that one rank can show, on one start."""
-    jobs = {name: [f"loss={name}", NO_REDRAW, *SPLIT] for name in TOKEN_LOSS}
-    jobs["mini-batches"] = ["loss.mini_batches=4", "packing.tokens_per_row=64"]
-    jobs["penalties"] = [*PENALTIES, "loss.kl.refresh_every=2", "loss.kl.reference=cpu", "steps=3", *SPLIT]
+    jobs = {name: [f"algorithm={name}", NO_REDRAW, *SPLIT] for name in TOKEN_LOSS}
+    jobs["mini-batches"] = ["algorithm.mini_batches=4", "packing.tokens_per_row=64"]
+    jobs["penalties"] = [*PENALTIES, "algorithm.kl.refresh_every=2", "algorithm.kl.reference=cpu", "steps=3", *SPLIT]
     jobs["temperature"] = ["rollout.temperature=0.6", *SPLIT]
-    jobs["truncated"] = ["loss=reinforce_pp", "loss.mask_truncated=true", "rollout.max_new_tokens=3", *SPLIT]
+    jobs["truncated"] = ["algorithm=reinforce_pp", "algorithm.mask_truncated=true", "rollout.max_new_tokens=3", *SPLIT]
     jobs["all on"] = ALL_ON
     directory = tmp_path_factory.mktemp("one_rank")
     return dict(zip(jobs, run_jobs(directory / "jobs", *jobs.values()), strict=True))
 
 
 ALL_ON = [
-    "loss=dapo", *SPLIT, *PENALTIES, "loss.kl.unbiased=true", "loss.correction.level=token", "loss.dual_clip=3",
-    "loss.off_policy_threshold=0.001", "loss.mask_truncated=true", "rollout.group_size=3", "prompts_per_step=5",
+    "algorithm=dapo", *SPLIT, *PENALTIES, "algorithm.kl.unbiased=true", "algorithm.correction.level=token", "algorithm.dual_clip=3",
+    "algorithm.off_policy_threshold=0.001", "algorithm.mask_truncated=true", "rollout.group_size=3", "prompts_per_step=5",
     "steps=3", "packing=padded",
 ]  # fmt: skip
 
@@ -90,7 +90,7 @@ def test_truncated_completions_do_not_count(one_rank):
 
 
 def test_a_reference_that_has_moved_survives_a_resume(tmp_path):
-    moving = ["loss.kl.coefficient=0.05", "loss.kl.refresh_every=1", "loss.kl.refresh_mix=0.5", "steps=4"]
+    moving = ["algorithm.kl.coefficient=0.05", "algorithm.kl.refresh_every=1", "algorithm.kl.refresh_mix=0.5", "steps=4"]
     (whole,) = run_jobs(tmp_path / "whole", [*moving, "checkpoint.every=2"])
     (resumed,) = run_jobs(tmp_path / "resumed", [*moving, f"resume={whole.directory}/checkpoints/step_00000002"])
     assert whole.returncode == resumed.returncode == 0, whole.output + resumed.output
@@ -122,7 +122,7 @@ def test_two_ranks_log_what_one_rank_logs(one_rank, tmp_path):
 
 
 def test_dynamic_sampling_replaces_groups_of_equal_rewards(tmp_path):
-    jobs = [["loss.dynamic_sampling=30"], ["loss.dynamic_sampling=1"]]
+    jobs = [["algorithm.dynamic_sampling=30"], ["algorithm.dynamic_sampling=1"]]
     base = ["rollout.group_size=2", "prompts_per_step=6"]
     patient, hasty = run_jobs(tmp_path / "jobs", *([*base, *job] for job in jobs), fault="rewards_seen")
     assert patient.returncode == 0, patient.output
@@ -179,8 +179,8 @@ def test_fine_tuning_skips_too(tmp_path):
 
 
 def test_unscorable_rewards_and_empty_completions(tmp_path):
-    (nan,) = run_jobs(tmp_path / "nan", ["loss.mini_batches=2"], fault="some_rewards_unscorable")
-    (empty,) = run_jobs(tmp_path / "empty", ["packing=padded", "loss=dapo"], fault="empty_completions")
+    (nan,) = run_jobs(tmp_path / "nan", ["algorithm.mini_batches=2"], fault="some_rewards_unscorable")
+    (empty,) = run_jobs(tmp_path / "empty", ["packing=padded", "algorithm=dapo"], fault="empty_completions")
     for run in (nan, empty):
         assert run.returncode == 0, run.output
         assert len(run.training) == 2 and all(record["loss"] == record["loss"] for record in run.training)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from conftest import SMALL, command
 
-from posttrain import checkpoint
+from posttrain.training import checkpoint
 from posttrain.errors import UserError
 
 RUN = [*SMALL, "steps=4", "checkpoint.every=2", "optim.schedule=linear", "optim.warmup_steps=3"]

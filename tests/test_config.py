@@ -11,11 +11,11 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from posttrain import cli
+from posttrain.command import cli
 from posttrain.config import RECIPES, FSDPConf, GRPOConf, JobConf, Strategy, hybrid_shard_size
 from posttrain.errors import UserError
-from posttrain.rules import problems
-from posttrain.validation import typed
+from posttrain.config.rules import problems
+from posttrain.config.validation import typed
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -118,10 +118,10 @@ def test_relative_paths_are_seen_from_where_they_were_typed(compose, tmp_path):
         (["model=auto"], ["model.path"]),
         (["model.path=a=b"], ["model.path=a=b", "quotes"]),
         (["steps"], ["key=value"]),
-        (["loss.beta=0.1"], ["loss.beta: no such key; here it is loss.kl.coefficient"]),
-        (["loss.epsilon=0.1"], ["here it is loss.clip_low and loss.clip_high"]),
+        (["loss.beta=0.1"], ["loss.beta: no such key; here it is algorithm.kl.coefficient"]),
+        (["loss.epsilon=0.1"], ["here it is algorithm.clip_low and algorithm.clip_high"]),
         (["num_generations=8"], ["here it is rollout.group_size"]),
-        (["loss.kl=0.1"], ["loss.kl is a group: type loss.kl.coefficient=..."]),
+        (["algorithm.kl=0.1"], ["algorithm.kl is a group: type algorithm.kl.coefficient=..."]),
         (["hydra.run.folder=x"], ["hydra.run.folder"]),
         (["--run", "--multirun"], ["Only one of"]),
     ],
@@ -152,19 +152,19 @@ WRONG = {
     "rollout.group_size=1": "GRPO compares",
     "rollout.temperature=0": "rollout.temperature=0.0: must be above 0",
     "rollout.top_p=1.5": "rollout.top_p",
-    "loss.clip_low=1": "loss.clip_low=1.0",
-    "loss.clip_high=0": "loss.clip_high",
-    "loss.updates_per_rollout=0": "loss.updates_per_rollout",
-    "loss.mini_batches=0": "loss.mini_batches=0: must be 1 or more",
-    "loss.dual_clip=0.5": "loss.dual_clip=0.5: must be above",
-    "loss.dynamic_sampling=-1": "loss.dynamic_sampling",
-    "loss.kl.coefficient=-0.1": "loss.kl.coefficient",
-    "loss.kl.refresh_mix=0": "loss.kl.refresh_mix",
-    "loss.entropy_coefficient=-1": "loss.entropy_coefficient",
-    "loss.correction.cap=0.5": "loss.correction.cap=0.5",
-    "loss.off_policy_threshold=0": "loss.off_policy_threshold=0.0: must be above 0, or null",
-    "loss.overlong.buffer=2": "loss.overlong.buffer=2.0: a part",
-    "loss.overlong.factor=0": "loss.overlong.factor=0.0",
+    "algorithm.clip_low=1": "algorithm.clip_low=1.0",
+    "algorithm.clip_high=0": "algorithm.clip_high",
+    "algorithm.updates_per_rollout=0": "algorithm.updates_per_rollout",
+    "algorithm.mini_batches=0": "algorithm.mini_batches=0: must be 1 or more",
+    "algorithm.dual_clip=0.5": "algorithm.dual_clip=0.5: must be above",
+    "algorithm.dynamic_sampling=-1": "algorithm.dynamic_sampling",
+    "algorithm.kl.coefficient=-0.1": "algorithm.kl.coefficient",
+    "algorithm.kl.refresh_mix=0": "algorithm.kl.refresh_mix",
+    "algorithm.entropy_coefficient=-1": "algorithm.entropy_coefficient",
+    "algorithm.correction.cap=0.5": "algorithm.correction.cap=0.5",
+    "algorithm.off_policy_threshold=0": "algorithm.off_policy_threshold=0.0: must be above 0, or null",
+    "algorithm.overlong.buffer=2": "algorithm.overlong.buffer=2.0: a part",
+    "algorithm.overlong.factor=0": "algorithm.overlong.factor=0.0",
     "optim.max_skipped=0": "optim.max_skipped=0: must be 1 or more",
     "optim.lr=0": "optim.lr=0.0",
     "optim.betas=[0.9]": "optim.betas",
@@ -192,31 +192,31 @@ def test_all_errors_at_once(compose):
 @pytest.mark.parametrize(
     "arguments, advice",
     [
-        ("loss=sapo loss.clip_high=0.2", "type loss.clip_low=null loss.clip_high=null"),
-        ("loss=sapo loss.sapo_tau_positive=null", "type loss=sapo"),
-        ("loss.sapo_tau_positive=1", "only for loss=sapo"),
-        ("loss.clip_high=null", "type loss.clip_low=0.2 loss.clip_high=0.2"),
-        ("loss=cispo loss.clip_high=null", "type loss.clip_high=4"),
-        ("loss=cispo loss.dual_clip=3", "type loss.dual_clip=null"),
-        ("loss=gspo loss.dual_clip=1", "above 1 + loss.clip_high"),
-        ("loss.advantage_baseline=batch", "type loss.advantage_scale=batch_tokens"),
-        ("loss.advantage_baseline=batch loss.advantage_scale=none loss.dynamic_sampling=2", "loss.dynamic_sampling=0"),
-        ("loss.kl.coefficient=0.1 loss.kl.estimator=k1", "type loss.kl.unbiased=true"),
-        ("loss.kl.coefficient=0.1 loss.kl.estimator=k2 loss.kl.unbiased=true", "loss.kl.estimator=k3"),
-        ("loss.kl.coefficient=0.1 loss.kl.refresh_every=1", "type more, or loss.kl.refresh_mix=0.5"),
-        ("loss=reinforce_pp loss.dynamic_sampling=2", "loss.dynamic_sampling=0"),
-        ("loss.correction.floor=1 loss.correction.cap=1", "and differ"),
-        ("loss.correction.mode=mask loss.correction.cap=1", "masks by rounding"),
-        ("loss.overlong.buffer=0.5 loss.overlong.factor=inf", "loss.overlong.factor=inf: must be a finite number"),
+        ("algorithm=sapo algorithm.clip_high=0.2", "type algorithm.clip_low=null algorithm.clip_high=null"),
+        ("algorithm=sapo algorithm.sapo_tau_positive=null", "type algorithm=sapo"),
+        ("algorithm.sapo_tau_positive=1", "only for algorithm=sapo"),
+        ("algorithm.clip_high=null", "type algorithm.clip_low=0.2 algorithm.clip_high=0.2"),
+        ("algorithm=cispo algorithm.clip_high=null", "type algorithm.clip_high=4"),
+        ("algorithm=cispo algorithm.dual_clip=3", "type algorithm.dual_clip=null"),
+        ("algorithm=gspo algorithm.dual_clip=1", "above 1 + algorithm.clip_high"),
+        ("algorithm.advantage_baseline=batch", "type algorithm.advantage_scale=batch_tokens"),
+        ("algorithm.advantage_baseline=batch algorithm.advantage_scale=none algorithm.dynamic_sampling=2", "algorithm.dynamic_sampling=0"),
+        ("algorithm.kl.coefficient=0.1 algorithm.kl.estimator=k1", "type algorithm.kl.unbiased=true"),
+        ("algorithm.kl.coefficient=0.1 algorithm.kl.estimator=k2 algorithm.kl.unbiased=true", "algorithm.kl.estimator=k3"),
+        ("algorithm.kl.coefficient=0.1 algorithm.kl.refresh_every=1", "type more, or algorithm.kl.refresh_mix=0.5"),
+        ("algorithm=reinforce_pp algorithm.dynamic_sampling=2", "algorithm.dynamic_sampling=0"),
+        ("algorithm.correction.floor=1 algorithm.correction.cap=1", "and differ"),
+        ("algorithm.correction.mode=mask algorithm.correction.cap=1", "masks by rounding"),
+        ("algorithm.overlong.buffer=0.5 algorithm.overlong.factor=inf", "algorithm.overlong.factor=inf: must be a finite number"),
         ("optim.lr=nan", "optim.lr=nan: must be a finite number"),
         (
-            "rollout.group_size=1 prompts_per_step=1 loss.advantage_baseline=batch loss.advantage_scale=batch",
+            "rollout.group_size=1 prompts_per_step=1 algorithm.advantage_baseline=batch algorithm.advantage_scale=batch",
             "nothing to be compared with",
         ),
-        ("loss.correction.level=token rollout.top_p=0.9", "type rollout.top_p=1"),
-        ("loss.off_policy_threshold=0.1 rollout.top_p=0.9", "loss.off_policy_threshold=null"),
-        ("loss.mini_batches=3 prompts_per_step=2", "each needs a prompt"),
-        ("rollout.group_size=1", "type loss.advantage_baseline=batch"),
+        ("algorithm.correction.level=token rollout.top_p=0.9", "type rollout.top_p=1"),
+        ("algorithm.off_policy_threshold=0.1 rollout.top_p=0.9", "algorithm.off_policy_threshold=null"),
+        ("algorithm.mini_batches=3 prompts_per_step=2", "each needs a prompt"),
+        ("rollout.group_size=1", "type algorithm.advantage_baseline=batch"),
     ],
 )
 def test_combinations_of_the_loss_that_make_no_sense(compose, arguments, advice):
@@ -227,10 +227,10 @@ def test_combinations_of_the_loss_that_make_no_sense(compose, arguments, advice)
 @pytest.mark.parametrize(
     "arguments",
     [
-        "loss.kl.coefficient=0.1 loss.kl.estimator=k1 loss.kl.unbiased=true",
-        "rollout.group_size=1 loss.advantage_baseline=batch loss.advantage_scale=batch_tokens",
-        "loss=cispo loss.clip_low=0.2 loss.clip_high=0.28",
-        "loss=dapo loss.mask_truncated=true loss.correction.level=sequence_mean loss.correction.mode=mask",
+        "algorithm.kl.coefficient=0.1 algorithm.kl.estimator=k1 algorithm.kl.unbiased=true",
+        "rollout.group_size=1 algorithm.advantage_baseline=batch algorithm.advantage_scale=batch_tokens",
+        "algorithm=cispo algorithm.clip_low=0.2 algorithm.clip_high=0.28",
+        "algorithm=dapo algorithm.mask_truncated=true algorithm.correction.level=sequence_mean algorithm.correction.mode=mask",
     ],
 )
 def test_combinations_of_the_loss_that_do(compose, arguments):
@@ -241,15 +241,15 @@ def test_combinations_of_the_loss_that_do(compose, arguments):
 @pytest.mark.parametrize(
     "arguments, note",
     [
-        ("loss.kl.estimator=k2 loss.kl.refresh_every=5", "loss.kl.estimator=k2 loss.kl.refresh_every=5 without effect"),
-        ("loss.correction.cap=5", "loss.correction.cap=5.0 without effect: loss.correction.level=none"),
-        ("loss.overlong.factor=3", "loss.overlong.factor=3.0 without effect: loss.overlong.buffer=0.0"),
-        ("loss=gspo loss.dual_clip=3", "loss.ratio=sequence_mean loss.dual_clip=3.0 without effect on gradients"),
-        ("loss.kl.coefficient=0.1 loss.kl.refresh_mix=0.5", "loss.kl.refresh_mix=0.5 without effect"),
-        ("loss=gspo loss.mini_batches=2", ""),
-        ("loss=rloo", ""),  # the ratio of a completion has the gradient of all its tokens on each
+        ("algorithm.kl.estimator=k2 algorithm.kl.refresh_every=5", "algorithm.kl.estimator=k2 algorithm.kl.refresh_every=5 without effect"),
+        ("algorithm.correction.cap=5", "algorithm.correction.cap=5.0 without effect: algorithm.correction.level=none"),
+        ("algorithm.overlong.factor=3", "algorithm.overlong.factor=3.0 without effect: algorithm.overlong.buffer=0.0"),
+        ("algorithm=gspo algorithm.dual_clip=3", "algorithm.ratio=sequence_mean algorithm.dual_clip=3.0 without effect on gradients"),
+        ("algorithm.kl.coefficient=0.1 algorithm.kl.refresh_mix=0.5", "algorithm.kl.refresh_mix=0.5 without effect"),
+        ("algorithm=gspo algorithm.mini_batches=2", ""),
+        ("algorithm=rloo", ""),  # the ratio of a completion has the gradient of all its tokens on each
         ("optim.max_grad_norm=inf", ""),
-        ("loss.kl.estimator=k2 loss.kl.coefficient=0.1", ""),
+        ("algorithm.kl.estimator=k2 algorithm.kl.coefficient=0.1", ""),
     ],
 )
 def test_what_has_no_effect_is_said(compose, arguments, note):
@@ -258,11 +258,11 @@ def test_what_has_no_effect_is_said(compose, arguments, note):
 
 
 def test_a_loss_is_grpo_and_what_it_changes(compose):
-    _, jobs, _ = compose("-m", "loss=grpo,dr_grpo,dapo,gspo,cispo,sapo,rloo,reinforce_pp")
+    _, jobs, _ = compose("-m", "algorithm=grpo,dr_grpo,dapo,gspo,cispo,sapo,rloo,reinforce_pp")
     losses = [job.loss for job in jobs]
     assert len({repr(loss) for loss in losses}) == 8
     assert losses[3].clip_low == 3e-4 and losses[4].clip_low is None and losses[2].overlong.buffer == 0.2
-    assert all(loss.kl.coefficient == 0 and loss.updates_per_rollout == 1 for loss in losses)
+    assert all(algorithm.kl.coefficient == 0 and algorithm.updates_per_rollout == 1 for loss in losses)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def script(tmp_path: Path, *arguments: str, **env: str) -> tuple[str, float]:
         (tmp_path / "conf").symlink_to(CONF)
     recipe.write_text(
         "import atexit, sys\n"
-        "from posttrain.cli import main\n"
+        "from posttrain.command.cli import main\n"
         "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\n"
         "main(__file__)\n"
     )

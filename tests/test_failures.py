@@ -121,7 +121,7 @@ def test_wandb_without_a_key_or_a_server_stops_nothing(tmp_path):
     "phase, overrides",
     [
         ("rollout", ["rollout.temperature=20", "rollout.max_new_tokens=2000", "prompts_per_step=128"]),
-        ("backward", ["loss.updates_per_rollout=200", "prompts_per_step=16"]),
+        ("backward", ["algorithm.updates_per_rollout=200", "prompts_per_step=16"]),
     ],
 )
 def test_ctrl_c(tmp_path, phase, overrides):

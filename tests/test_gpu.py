@@ -12,7 +12,7 @@ from posttrain import logprobs, packing
 from posttrain.config import Architecture, ModelConf, PackingConf, PackingMode
 from posttrain.models import gdn_packing
 from posttrain.models.loading import load
-from posttrain.peaks import peak_tflops
+from posttrain.metrics.peaks import peak_tflops
 from posttrain.records import Rollout
 
 pytestmark = [

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 RECIPE = """
 import sys
-from posttrain.cli import main
+from posttrain.command.cli import main
 
 if __name__ == "__main__":
     main(__file__)

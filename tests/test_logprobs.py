@@ -381,10 +381,10 @@ sys.path.insert(0, sys.argv[1])
 from test_logprobs import gradients_of, row_of, small
 from posttrain import logprobs
 from posttrain.config import FSDPConf, OptimConf, Strategy
-from posttrain.fsdp import make_accelerator, sharding
+from posttrain.training.fsdp import make_accelerator, sharding
 from posttrain.logprobs import find_head, token_logprobs
-from posttrain.optim import make_optimizer
-from posttrain.rank import start_process_group
+from posttrain.training.optim import make_optimizer
+from posttrain.command.rank import start_process_group
 
 start_process_group(60)
 rank = dist.get_rank()

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from posttrain.advantages import token_weights
-from posttrain.config.loss import (
+from posttrain.config.algorithm import (
     Aggregation,
     CorrectionConf,
     CorrectionLevel,
     CorrectionMode,
     KLConf,
     KLEstimator,
-    LossConf,
+    AlgorithmConf,
     Ratio,
     Surrogate,
 )
@@ -204,7 +204,7 @@ def gradients(made):
 @pytest.mark.parametrize("layout", ["thd", "padded"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_against_a_loop(name, layout):
-    cfg, made = LossConf(**VARIANTS[name]), documents()
+    cfg, made = AlgorithmConf(**VARIANTS[name]), documents()
     reference = bool(cfg.kl.coefficient)
     logprobs_BK, entropy_BK, row = micro_batch(made, layout, ("old", "reference") if reference else ("old",))
     trained_BK = row.weights_BK > 0
@@ -235,7 +235,7 @@ def test_every_variant_against_a_loop(name, layout):
 @pytest.mark.parametrize("name", ["grpo", "gspo", "mask tokens", "off-policy mask"])
 def test_the_documents_reach_every_branch(name):
     """Else the comparison above would compare less than it says."""
-    cfg = LossConf(**VARIANTS[name])
+    cfg = AlgorithmConf(**VARIANTS[name])
     means = policy_terms(*micro_batch(documents(), "thd"), cfg).means
     for metric in means.keys() - {"entropy", "kl"}:
         assert means[metric].min() < means[metric].max(), metric
@@ -244,7 +244,7 @@ def test_the_documents_reach_every_branch(name):
 @pytest.mark.parametrize("aggregation", list(Aggregation))
 def test_the_sequence_ratio_has_the_gradient_of_gspos_straight_through_form(aggregation):
     """verl's compute_policy_loss_gspo: log s_t = sg(mean log-ratio) + logp_t - sg(logp_t)."""
-    cfg, made = LossConf(**GSPO), documents()
+    cfg, made = AlgorithmConf(**GSPO), documents()
     for document, weight in zip(made, token_weights(LENGTHS, aggregation, 64), strict=True):
         document["weight"] = weight
     logprobs_BK, entropy_BK, row = micro_batch(made, "thd")
@@ -262,7 +262,7 @@ def test_the_sequence_ratio_has_the_gradient_of_gspos_straight_through_form(aggr
 
 def test_the_product_of_ratios_is_one_loss_a_completion():
     """RLOO: with the mean over tokens and then completions, mean over completions of -min(r A, clip(r) A)."""
-    cfg, made = LossConf(ratio=Ratio.sequence_sum), documents(drift=0.02)
+    cfg, made = AlgorithmConf(ratio=Ratio.sequence_sum), documents(drift=0.02)
     for document, weight in zip(made, token_weights(LENGTHS, Aggregation.seq_mean_token_mean, 64), strict=True):
         document["weight"] = weight
     logprobs_BK, entropy_BK, row = micro_batch(made, "thd")
@@ -280,7 +280,7 @@ def test_the_product_of_ratios_is_one_loss_a_completion():
 @pytest.mark.parametrize("ratio", list(Ratio))
 @pytest.mark.parametrize("surrogate", [{}, SAPO, dict(surrogate=Surrogate.cispo)])
 def test_before_any_update_it_is_the_policy_gradient(ratio, surrogate):
-    cfg, made = LossConf(**surrogate, ratio=ratio), documents()
+    cfg, made = AlgorithmConf(**surrogate, ratio=ratio), documents()
     logprobs_BK, entropy_BK, row = micro_batch(made, "padded", keep=())
     terms = policy_terms(logprobs_BK, entropy_BK, row, cfg)
     trained_BK = row.weights_BK > 0
@@ -310,7 +310,7 @@ def one_token_each(ratios, advantages, **cfg):
         old_logprobs_BK=torch.zeros(1, len(ratios), dtype=torch.float64),
         reference_logprobs_BK=None,
     )
-    return logprobs, policy_terms(logprobs, torch.zeros_like(logprobs), row, LossConf(**cfg))
+    return logprobs, policy_terms(logprobs, torch.zeros_like(logprobs), row, AlgorithmConf(**cfg))
 
 
 @pytest.mark.parametrize("ratio", list(Ratio))
@@ -337,7 +337,7 @@ def test_dual_clip_bounds_what_a_ratio_counts():
 @pytest.mark.parametrize("gap", [19.0, 88.0, 1e4, -88.0, -1e4])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_huge_ratios_stay_finite(name, gap, dtype):
-    cfg, made = LossConf(**VARIANTS[name]), documents()
+    cfg, made = AlgorithmConf(**VARIANTS[name]), documents()
     for document in made:
         for name in ("logprobs", "entropy", "old", "sampled", "reference"):
             document[name] = document[name].detach().to(dtype).requires_grad_(name in ("logprobs", "entropy"))
@@ -379,7 +379,7 @@ def test_garbage_gets_no_gradient(name):
     logprobs_BK, entropy_BK, row = micro_batch(made, "padded")
     logprobs_BK = logprobs_BK.detach().requires_grad_()
     with torch.autograd.set_detect_anomaly(True):
-        terms = policy_terms(logprobs_BK, entropy_BK, row, LossConf(**VARIANTS[name]))
+        terms = policy_terms(logprobs_BK, entropy_BK, row, AlgorithmConf(**VARIANTS[name]))
         (terms.loss_BK * row.weights_BK).sum().backward()
     trained_BK = row.weights_BK > 0
     assert logprobs_BK.grad[~trained_BK].eq(0).all() and logprobs_BK.grad[trained_BK].any()
@@ -415,7 +415,7 @@ def test_the_gradient_of_the_kl_divergence(estimator, unbiased, on_policy, exact
         old_logprobs_BK=None if on_policy else old[None],
         reference_logprobs_BK=reference[None],
     )
-    cfg = LossConf(kl=KLConf(coefficient=1.0, estimator=KLEstimator(estimator), unbiased=unbiased))
+    cfg = AlgorithmConf(kl=KLConf(coefficient=1.0, estimator=KLEstimator(estimator), unbiased=unbiased))
     loss = (row.weights_BK * policy_terms(logprobs[None], torch.zeros(1, 6), row, cfg).loss_BK).sum()
     (found,) = torch.autograd.grad(loss, logits)
     assert torch.allclose(found, wanted, rtol=1e-10) is exact
@@ -424,6 +424,6 @@ def test_the_gradient_of_the_kl_divergence(estimator, unbiased, on_policy, exact
 def test_what_is_missing_is_said():
     logprobs_BK, entropy_BK, row = micro_batch(documents(), "thd", keep=())
     with pytest.raises(ValueError, match="reference"):
-        policy_terms(logprobs_BK, entropy_BK, row, LossConf(kl=KLConf(coefficient=0.1)))
+        policy_terms(logprobs_BK, entropy_BK, row, AlgorithmConf(kl=KLConf(coefficient=0.1)))
     with pytest.raises(ValueError, match="gradient"):
-        policy_terms(logprobs_BK, entropy_BK.detach(), row, LossConf(entropy_coefficient=0.1))
+        policy_terms(logprobs_BK, entropy_BK.detach(), row, AlgorithmConf(entropy_coefficient=0.1))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from posttrain import metrics
+from posttrain.metrics import step as metrics
 
 
 def test_metrics_are_of_trained_tokens_and_taken_steps(monkeypatch):

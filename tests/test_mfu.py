@@ -16,11 +16,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain import cli
+from posttrain.command import cli
 from posttrain.config import MetricsConf, MetricsName
 from posttrain.flops import size
-from posttrain.mfu import make_meter
-from posttrain.peaks import PEAK_TFLOPS, PROCESSORS, measured_tflops, peak_tflops, table_entry
+from posttrain.metrics.mfu import make_meter
+from posttrain.metrics.peaks import PEAK_TFLOPS, PROCESSORS, measured_tflops, peak_tflops, table_entry
 
 SECONDS = {"rollout": 4.0, "reward": 1.0, "old_logprobs": 0.5, "update": 2.0, "step": 8.0}
 
@@ -345,9 +345,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 from accelerate.state import AcceleratorState
-from posttrain import metrics
-from posttrain.rank import _import, start_process_group
-from posttrain.validation import typed
+from posttrain.metrics import step as metrics
+from posttrain.command.rank import _import, start_process_group
+from posttrain.config.validation import typed
 
 root, job, out, faults = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3]), sys.argv[4:]
 rank = int(os.environ["RANK"])
@@ -358,8 +358,8 @@ start_process_group(60)
 recipe = _import(root / "recipes" / "grpo.py")
 recipe.train(typed("grpo", job), out / "metrics=none")
 job |= {"evaluation": job["evaluation"] | {"every": 0}, "checkpoint": job["checkpoint"] | {"every": 0}}
-assert not {"posttrain.mfu", "posttrain.peaks", "pandas", "matplotlib"} & set(sys.modules)
-from posttrain import mfu, peaks
+assert not {"posttrain.metrics.mfu", "posttrain.metrics.peaks", "pandas", "matplotlib"} & set(sys.modules)
+from posttrain.metrics import mfu, peaks
 
 def unsizable(model):
     raise ValueError("no such layer")

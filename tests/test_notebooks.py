@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, SMALL, command
 from nbclient import NotebookClient
 
-from posttrain.launch import close_run
+from posttrain.command.launch import close_run
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PICTURES = {

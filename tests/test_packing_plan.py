@@ -12,7 +12,7 @@ from conftest import command
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from posttrain import packing_plan
+from posttrain.packing import planning
 from posttrain.config import (
     Architecture,
     ArithmeticConf,
@@ -23,17 +23,17 @@ from posttrain.config import (
     RolloutConf,
     TaskName,
 )
-from posttrain.data.tasks import batch, make_task
+from posttrain.tasks import batch, make_task
 from posttrain.errors import UserError
 from posttrain.flops import PassCost, size
 from posttrain.models import gdn_packing
 from posttrain.models.architectures import tiny
 from posttrain.models.loading import end_token_ids, load
 from posttrain.models.tiny import EMBEDDED
-from posttrain.packing_plan import Document
+from posttrain.packing.planning import Document
 from posttrain.records import Problem, Rollout
 from posttrain.rollout.local import generate
-from posttrain.rules import problems
+from posttrain.config.rules import problems
 
 COST = PassCost(per_token=7.2e9, per_logit=0.8e9, per_pair={None: 4e5, 512: 2e5})  # of a 4B model
 BUDGET = 4096
@@ -51,7 +51,7 @@ def document(prompt: int, completion: int, index: int = 0, weight: float = 1.0) 
     return Document(rollout=rollout, advantage=1.0, weight=weight, index=index)
 
 
-SPARE = packing_plan.spare(document(9, 9).rollout)
+SPARE = planning.spare(document(9, 9).rollout)
 
 
 def conf(mode="thd", budget=BUDGET, multiple=1) -> PackingConf:
@@ -104,38 +104,38 @@ def least_rows(documents: list[Document], budget: int = BUDGET) -> int:
 def test_every_document_once_and_equal_counts(shapes, ranks, mode, budget, multiple):
     documents = [document(*shape, index=n) for n, shape in enumerate(shapes)]
     cfg = conf(mode, budget, multiple)
-    plan = packing_plan.plan(documents, SPARE, cfg, ranks, COST)
+    plan = planning.plan(documents, SPARE, cfg, ranks, COST)
     assert len(plan) == ranks and len({len(share) for share in plan}) == 1
     placed = [d.index for share in plan for row in share for d in row if d is not SPARE]
     assert sorted(placed) == list(range(len(documents)))
     for row in (row for share in plan for row in share if len(row) > 1):
         assert budget >= (sum(map(len, row)) if mode == "thd" else len(row) * max(map(len, row)))
-    assert packing_plan.plan(documents, SPARE, cfg, ranks, COST) == plan  # what another rank computes
-    found = packing_plan.statistics([plan], cfg, COST)
+    assert planning.plan(documents, SPARE, cfg, ranks, COST) == plan  # what another rank computes
+    found = planning.statistics([plan], cfg, COST)
     assert 0 < found["packing/fill"] <= 1 <= found["packing/rank_imbalance"] * (1 + 1e-12)
 
 
 def test_a_batch_smaller_than_the_ranks_is_filled_up_with_weight_zero():
-    plan = packing_plan.plan([document(5, 5, n) for n in range(3)], SPARE, conf(budget=10), 4, COST)
+    plan = planning.plan([document(5, 5, n) for n in range(3)], SPARE, conf(budget=10), 4, COST)
     assert [len(share) for share in plan] == [1, 1, 1, 1]
     assert sorted(share[0][0].weight for share in plan) == [0.0, 1.0, 1.0, 1.0]
 
 
 def test_nothing_to_train_on_is_one_spare_micro_batch_each():
-    plan = packing_plan.plan([], SPARE, conf(), 3, COST)
+    plan = planning.plan([], SPARE, conf(), 3, COST)
     assert plan == [[[SPARE]]] * 3 and len(SPARE) == 2 and SPARE.weight == 0
-    assert packing_plan.statistics([plan], conf(), COST) == {"packing/rank_imbalance": 1, "packing/micro_batches": 1}
+    assert planning.statistics([plan], conf(), COST) == {"packing/rank_imbalance": 1, "packing/micro_batches": 1}
 
 
 @pytest.mark.parametrize("mix", ["log-normal", "bimodal", "uniform"])
 @pytest.mark.parametrize("count", [40, 2000])
 def test_rows_are_few_and_full(mix, count):
     documents = draw(mix, count)
-    (rows,) = packing_plan.plan(documents, SPARE, conf(multiple=64), 1, COST)
+    (rows,) = planning.plan(documents, SPARE, conf(multiple=64), 1, COST)
     least = least_rows(documents)
     assert len(rows) <= max(least + 1, 1.02 * least)
     computed = sum(math.ceil(sum(map(len, row)) / 64) * 64 for row in rows)
-    fill = packing_plan.statistics([[rows]], conf(multiple=64), COST)["packing/fill"]
+    fill = planning.statistics([[rows]], conf(multiple=64), COST)["packing/fill"]
     assert fill == pytest.approx(sum(map(len, documents)) / computed) and fill >= 0.98
 
 
@@ -143,13 +143,13 @@ def test_rows_are_few_and_full(mix, count):
 @pytest.mark.parametrize("ranks, each", [(8, 16), (64, 16), (8, 100)])
 def test_ranks_compute_the_same(mix, ranks, each):
     documents = draw(mix, ranks * each)
-    plan = packing_plan.plan(documents, SPARE, conf(), ranks, COST)
+    plan = planning.plan(documents, SPARE, conf(), ranks, COST)
     one = list(map(flops, documents))
     load = [sum(one[d.index] for row in share for d in row if d is not SPARE) for share in plan]
     assert max(one) < sum(load) / ranks / 2
     imbalance = max(load) * ranks / sum(load)
     assert imbalance <= 1.02
-    assert packing_plan.statistics([plan], conf(), COST)["packing/rank_imbalance"] == pytest.approx(imbalance, rel=1e-3)
+    assert planning.statistics([plan], conf(), COST)["packing/rank_imbalance"] == pytest.approx(imbalance, rel=1e-3)
     assert len(plan[0]) <= math.ceil(least_rows(documents) / ranks) + 1
     for share in plan:  # costliest first
         costs = [sum(one[d.index] for d in row) for row in share if SPARE not in row]
@@ -158,7 +158,7 @@ def test_ranks_compute_the_same(mix, ranks, each):
 
 def test_a_giant_has_a_rank_to_itself():
     documents = [*draw("log-normal", 8 * 16), document(20_000, 20_000, index=128)]
-    plan = packing_plan.plan(documents, SPARE, conf(), 8, COST)
+    plan = planning.plan(documents, SPARE, conf(), 8, COST)
     (share,) = [share for share in plan if any(d.index == 128 for row in share for d in row)]
     assert [[d.index for d in row] for row in share if SPARE not in row] == [[128]]
     others = [sum(flops(d) for row in other for d in row) for other in plan if other is not share]
@@ -167,7 +167,7 @@ def test_a_giant_has_a_rank_to_itself():
 
 def test_a_padded_micro_batch_costs_its_longest_document_times_their_number():
     rows = [[document(10, 20), document(2, 3)], [document(10, 10)]]
-    found = packing_plan.statistics([[[rows[0]], [rows[1]]]], conf("padded", 60), COST)
+    found = planning.statistics([[[rows[0]], [rows[1]]]], conf("padded", 60), COST)
     wide = 2 * flops(document(30, 0)) + COST.per_logit * 23  # the LM head computes completions only
     assert found["packing/rank_imbalance"] == pytest.approx(2 * wide / (wide + flops(rows[1][0])))
     assert found["packing/fill"] == pytest.approx((35 + 20) / (60 + 20))
@@ -177,7 +177,7 @@ def test_a_padded_micro_batch_costs_its_longest_document_times_their_number():
 def test_every_model_has_a_cost(architecture):
     """Exact, or, where the FLOPs are not counted, an estimate that grows with length as attention does."""
     model = tiny(architecture)
-    cost = packing_plan.document_cost(model)
+    cost = planning.document_cost(model)
     try:
         assert cost == size(model).forward_cost
     except ValueError:
@@ -195,16 +195,16 @@ def test_padding_past_the_budget_is_refused(budget, multiple, instead):
 
 def test_prompts_and_new_tokens_beyond_the_positions():
     prompts = [Problem(n, (1,) * length, "") for n, length in enumerate((5, 9, 7))]
-    assert packing_plan.short_of_room(prompts, 11, 20) == []
-    assert packing_plan.short_of_room(prompts, 10**6, math.inf) == []
-    (warning,) = packing_plan.short_of_room(prompts, 12, 20)
+    assert planning.short_of_room(prompts, 11, 20) == []
+    assert planning.short_of_room(prompts, 10**6, math.inf) == []
+    (warning,) = planning.short_of_room(prompts, 12, 20)
     assert "1 of 3 prompts" in warning and "rollout.max_new_tokens=12" in warning
     with pytest.raises(UserError, match="type rollout.max_new_tokens=11 or less"):
-        packing_plan.short_of_room(prompts, 16, 20)
+        planning.short_of_room(prompts, 16, 20)
     with pytest.raises(UserError, match="type rollout.max_new_tokens=2 or less"):
-        packing_plan.short_of_room(prompts, 4, 7)
+        planning.short_of_room(prompts, 4, 7)
     with pytest.raises(UserError, match="take a model of more positions"):
-        packing_plan.short_of_room(prompts, 4, 5)
+        planning.short_of_room(prompts, 4, 5)
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def test_each_family_in_both_packings_against_the_reference(families, family, pa
 
 
 def test_two_updates_on_the_same_rollouts(grpo):
-    run = grpo("loss.updates_per_rollout=2", "packing.tokens_per_row=64")
+    run = grpo("algorithm.updates_per_rollout=2", "packing.tokens_per_row=64")
     assert_equals(run, reference(updates=2))
     for record in run.training:  # the sampler against the policy that sampled, not the one after an update
         assert record["sampling/logp_difference/max"] < 1e-3
@@ -45,7 +45,7 @@ def test_two_updates_on_the_same_rollouts(grpo):
 
 
 def test_dr_grpo_and_a_tight_gradient_clip(grpo):
-    run = grpo("loss=dr_grpo", "optim.max_grad_norm=0.01", "packing.tokens_per_row=64")
+    run = grpo("algorithm=dr_grpo", "optim.max_grad_norm=0.01", "packing.tokens_per_row=64")
     assert_equals(run, reference(variant="dr_grpo", max_norm=0.01))
 
 

@@ -10,9 +10,9 @@ from conftest import ROOT
 from torch import nn
 
 from posttrain.config import Architecture, ModelConf, Strategy
-from posttrain.config.loss import KLConf, ReferenceDevice
+from posttrain.config.algorithm import KLConf, ReferenceDevice
 from posttrain.models.loading import load
-from posttrain.reference import make_reference
+from posttrain.training.reference import make_reference
 
 IDS = torch.arange(1, 25).view(2, 12)
 KL = KLConf(coefficient=0.1)
@@ -147,7 +147,7 @@ def on_ranks(folder, starts):
         for rank in range(world):
             assert f"checked {','.join(cases)} on rank {rank} of {world}" in process.stdout
     resumed = sum("shard_grad_op" not in case for cases in starts.values() for case in cases)
-    assert process.stdout.count("loss.kl.coefficient=0, so the reference policy in") == resumed
+    assert process.stdout.count("algorithm.kl.coefficient=0, so the reference policy in") == resumed
 
 
 def test_on_two_four_and_one_rank(tmp_path):

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 matplotlib.use("Agg")
-from posttrain import report
+from posttrain.tracking import report
 from posttrain.config import LoggerConf, LoggerName
 from posttrain.errors import UserError
-from posttrain.launch import close_run
-from posttrain.tracking import Tracker, merge_summary
+from posttrain.command.launch import close_run
+from posttrain.tracking.tracker import Tracker, merge_summary
 
 PEAK = {"available": True, "reason": None, "peak_tflops_per_device": 2.0, "peak_source": "metrics.peak_tflops"}
 OFF = {"available": False, "reason": "LookupError: the peak of 'NVIDIA Graphics Device' is not known"}

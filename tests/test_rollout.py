@@ -16,7 +16,7 @@ from posttrain.config import (
     RolloutConf,
     TaskName,
 )
-from posttrain.data.tasks import make_task
+from posttrain.tasks import make_task
 from posttrain.models import gdn_packing
 from posttrain.models.loading import end_token_ids, load
 from posttrain.models.tiny import EMBEDDED, tiny_config

@@ -54,12 +54,12 @@ CHECK = """
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from posttrain.config import Architecture, FSDPConf, ModelConf
-from posttrain.fsdp import from_all_ranks, gathered, make_accelerator, reduce_over_ranks, sharding
+from posttrain.training.fsdp import from_all_ranks, gathered, make_accelerator, reduce_over_ranks, sharding
 from posttrain.models import gdn_packing
 from posttrain.models.loading import load
-from posttrain.optim import make_optimizer
+from posttrain.training.optim import make_optimizer
 from posttrain.config import OptimConf, Strategy
-from posttrain.rank import start_process_group
+from posttrain.command.rank import start_process_group
 
 start_process_group(60)
 rank, world = dist.get_rank(), dist.get_world_size()

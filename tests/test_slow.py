@@ -47,7 +47,7 @@ def test_the_default_run_solves_the_embedded_task(tmp_path, seed):
 
 @pytest.mark.parametrize("loss", ["dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp"])
 def test_the_default_run_of_the_other_losses_learns(tmp_path, loss):
-    process = command("grpo", f"loss={loss}", f"hydra.run.dir={tmp_path / 'run'}", timeout=1500)
+    process = command("grpo", f"algorithm={loss}", f"hydra.run.dir={tmp_path / 'run'}", timeout=1500)
     assert process.returncode == 0, process.stdout
     reward = json.loads((tmp_path / "run" / "summary.json").read_text())["reward"]
     assert reward["last_tenth"] >= reward["first_tenth"] + 0.15

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from posttrain.config import AnswerReward, ArithmeticConf, FileConf, TaskName
-from posttrain.data import rewards
-from posttrain.data.tasks import batch, further, make_task
+from posttrain.tasks import rewards
+from posttrain.tasks import batch, further, make_task
 from posttrain.errors import UserError
 from posttrain.models.tiny import tiny_tokenizer
 from posttrain.records import Rollout

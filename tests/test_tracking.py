@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from posttrain.config import LoggerConf, LoggerName
-from posttrain.tracking import (
+from posttrain.tracking.tracker import (
     Tracker,
     close_summary,
     merge_summary,
@@ -146,7 +146,7 @@ def test_another_process_closes_a_dead_run_without_torch_or_wandb(tmp_path):
     code = """
 import sys
 from pathlib import Path
-from posttrain.tracking import close_summary
+from posttrain.tracking.tracker import close_summary
 close_summary(Path(sys.argv[1]), "failed", "rank 1 was killed by SIGKILL")
 print([name for name in ("torch", "wandb", "tqdm") if name in sys.modules])
 """
@@ -193,7 +193,7 @@ RUN = """
 import dataclasses, os, signal, sys, time
 from pathlib import Path
 from posttrain.config import LoggerConf, LoggerName, WandbMode
-from posttrain.tracking import Tracker
+from posttrain.tracking.tracker import Tracker
 run_dir, name, mode, event = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 
 def services():  # wandb's service processes among this process's children

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from posttrain.config.loss import (
+from posttrain.config.algorithm import (
     AdvantageScale,
     Aggregation,
     Baseline,
@@ -23,7 +23,7 @@ from posttrain.config.loss import (
     CorrectionLevel,
     CorrectionMode,
     KLConf,
-    LossConf,
+    AlgorithmConf,
     OverlongConf,
     Ratio,
     Surrogate,
@@ -171,7 +171,7 @@ def compare(folder: Path) -> None:
         trainer = make_trainer(folder, dict(trl), rewards)
         scored = score(trainer, frozen(given_logits()))["advantages"].double()
         values = torch.tensor([float("nan") if r is None else r for r in rewards], dtype=torch.float64).view(2, 4)
-        mine = advantages(values, torch.tensor(LENGTHS).view(2, 4), LossConf(**ours)).flatten()
+        mine = advantages(values, torch.tensor(LENGTHS).view(2, 4), AlgorithmConf(**ours)).flatten()
         assert mine.isnan().tolist() == [r is None for r in rewards]
         found[f"advantages, {name}"] = (mine.nan_to_num(0.0) - scored).abs().max().item()
     lengths = torch.arange(40)
@@ -190,7 +190,7 @@ def loss_and_gradient(folder: Path, arguments: dict, overrides: dict) -> dict[st
     old, change = given_logits(0), 0.4 * given_logits(1)
     reference, new = old + 0.5 * given_logits(2), old + change
     new[::2] = old[::2] + change[::2] / 400  # little enough for GSPO's clip
-    cfg = LossConf(**overrides)
+    cfg = AlgorithmConf(**overrides)
     sampled = (token_logprobs(old)[0] + 0.1 * given_logits(3)[:, PROMPT:, 0]).float().double()  # TRL keeps them in fp32
 
     # TRL

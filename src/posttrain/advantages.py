@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
-from posttrain.config.loss import AdvantageScale, Aggregation, Baseline, LossConf, OverlongConf
+from posttrain.config.algorithm import AdvantageScale, Aggregation, AlgorithmConf, Baseline, OverlongConf
 
 EQUAL = 1e-6  # rewards that differ by no more than this are equal: rounding of a sum of rewards is not a signal
 
 
-def advantages(rewards_PG: torch.Tensor, lengths_PG: torch.Tensor, cfg: LossConf, eps: float = 1e-4) -> torch.Tensor:
+def advantages(
+    rewards_PG: torch.Tensor, lengths_PG: torch.Tensor, cfg: AlgorithmConf, eps: float = 1e-4
+) -> torch.Tensor:
     """How much better each completion is than expected [P, G]: (R - baseline) / scale, in the rewards' dtype.
 
     `cfg.advantage_baseline`:
@@ -58,6 +60,12 @@ def informative(rewards_PG: torch.Tensor) -> torch.Tensor:
     most_P = rewards_PG.masked_fill(unscored_PG, -torch.inf).amax(1)
     least_P = rewards_PG.masked_fill(unscored_PG, torch.inf).amin(1)
     return most_P - least_P > EQUAL
+
+
+def most_informative(rewards_PG: torch.Tensor, count: int) -> list[int]:
+    """The places of `count` groups, ascending: those whose rewards differ, then the first of the others."""
+    order_P = torch.argsort(~informative(rewards_PG), stable=True)
+    return order_P[:count].sort().values.tolist()
 
 
 def overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, cfg: OverlongConf) -> torch.Tensor:

@@ -13,31 +13,15 @@ Shape suffixes: B rows, T positions, K of them that predict, N = B K; V vocabula
 
 from __future__ import annotations
 
-import contextlib
-import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from posttrain.models.shrink import tiny_copy
-from posttrain.packing import PackedRow
+from posttrain.models.head import Head, at_positions, forwards_replaced
+from posttrain.records import PackedRow
 
 CHUNK_BYTES = 2**27  # of the logits [N, v] of a chunk in fp32; about three times as much exists at a time
 LEAST_COLUMNS = 128  # of a chunk, however many tokens there are: narrower products waste the matrix units
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """Logits are f(x) of the output x of `linear`: f(x) = scale x, or cap tanh(scale x / cap)."""
-
-    linear: nn.Linear | None  # None: logits come from the model only, all [B, K, V] of them
-    scale: float = 1.0
-    cap: float | None = None
-    description: str
 
 
 def token_logprobs(
@@ -49,7 +33,7 @@ def token_logprobs(
     entropies with `entropy_gradient`. Only the positions that predict a completion token go through the head.
     """
     if head.linear is None:
-        logits_BKV = _kept(model(**row.model_inputs()).logits, row.kept_K).float() / temperature
+        logits_BKV = at_positions(model(**row.model_inputs()).logits, row.kept_K).float() / temperature
         normalizer_BK = logits_BKV.logsumexp(-1)
         logprobs_BK = logits_BKV.gather(-1, row.targets_BK[..., None]).squeeze(-1) - normalizer_BK
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -58,7 +42,7 @@ def token_logprobs(
     calls: list[Tensor] = []
 
     def forward(hidden_BTD: Tensor) -> Tensor:
-        tensors = _kept(hidden_BTD, row.kept_K), head.linear.weight, head.linear.bias
+        tensors = at_positions(hidden_BTD, row.kept_K), head.linear.weight, head.linear.bias
         if torch.is_autocast_enabled(hidden_BTD.device.type):  # what nn.Linear would do
             dtype = torch.get_autocast_dtype(hidden_BTD.device.type)
             tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
@@ -68,28 +52,11 @@ def token_logprobs(
         # Zero, with the gradient of the values: what the model does to logits leaves it zero, and scales the gradient.
         return values_BK2 - calls[-1]
 
-    with _replaced({head.linear: forward}):
+    with forwards_replaced({head.linear: forward}):
         zeros_BK2 = model(**row.model_inputs()).logits
     (values_BK2,) = calls  # one call of the head, as find_head saw
     logprobs_BK, entropy_BK = (values_BK2 + zeros_BK2 / head.scale).unbind(-1)
     return logprobs_BK, entropy_BK if entropy_gradient else entropy_BK.detach()
-
-
-def _kept(values_BTX: Tensor, kept_K: Tensor) -> Tensor:
-    """[B, K, X], also of a model that does not know logits_to_keep and has all positions."""
-    return values_BTX if values_BTX.shape[1] == len(kept_K) else values_BTX[:, kept_K]
-
-
-@contextlib.contextmanager
-def _replaced(forwards: dict[nn.Module, Callable]) -> Iterator[None]:
-    """Each module's `forward` is another function inside."""
-    for module, forward in forwards.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module in forwards:
-            del module.forward
 
 
 def linear_logprobs(
@@ -188,63 +155,3 @@ def _logits(hidden_ND, weight_VD, bias_V, chunk: slice, change: tuple) -> Tensor
     if cap:
         return y_Nv.mul_(scale / cap).tanh_().mul_(cap / temperature)
     return y_Nv if scale == temperature else y_Nv.mul_(scale / temperature)
-
-
-@torch.enable_grad()
-def find_head(model: PreTrainedModel) -> Head:
-    """The head of `model`, and what the model does to logits after it. Call before sharding, after gdn_packing.patch.
-
-    Found by behaviour: the model's own `forward` runs with the layers of a tiny copy and a head that returns known
-    values; what comes out as logits says what became of them. No weight of the model is touched. Where that is neither
-    a scale nor a tanh cap, `linear` is None and `description` says why. The global RNG is left alone.
-    """
-    name, linear = type(model).__name__, model.get_output_embeddings()
-    if type(linear) is not nn.Linear or "forward" in vars(linear) or linear._forward_hooks or linear._forward_pre_hooks:
-        return Head(linear=None, description=f"full logits: the head of {name} is no plain linear layer")
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
-        small = tiny_copy(model, torch.device("cpu"), torch.float32)
-        known_BKV = torch.empty(1, 3, linear.out_features, dtype=torch.float64).uniform_(-60, 60)
-    if small is None:
-        return Head(linear=None, description=f"full logits: {name} has no tiny copy that could be tried")
-    known_BKV[..., 0], known_BKV[..., 1] = 1e-4, 1e6  # the slope, and what lies beyond a cap
-    try:
-        small.eval().set_attn_implementation("eager")  # flash attention needs a GPU
-        logits_BKV, zeros_BK2 = _after_head(model, small, linear, known_BKV), torch.zeros(1, 3, 2, requires_grad=True)
-        slope, far = (logits_BKV[0, 0, :2].double() / known_BKV[0, 0, :2]).tolist()
-        scale, cap = (slope, far * 1e6) if abs(far) < abs(slope) / 2 else (far, None)
-        expected_BKV = known_BKV * scale if cap is None else cap * (known_BKV * scale / cap).tanh()
-        after_BK2 = _after_head(model, small, linear, zeros_BK2)
-        (gradient_BK2,) = torch.autograd.grad(after_BK2.sum(), zeros_BK2)
-    except Exception as error:  # any code may come after a head; full logits are right whatever it does
-        reason = textwrap.shorten(f"{name} could not be tried with another head: {error}", 200)
-        return Head(linear=None, description=f"full logits: {reason}")
-    same = torch.allclose(logits_BKV.double(), expected_BKV, rtol=1e-5, atol=0)
-    if not scale or not same or after_BK2.any() or not torch.allclose(gradient_BK2, torch.tensor(scale), rtol=1e-5):
-        return Head(linear=None, description=f"full logits: {name} changes them after its head")
-    scale, cap = float(f"{scale:.7g}"), cap and float(f"{cap:.7g}")
-    words = "by chunks of the vocabulary" + (f", scale {scale:g}" if scale != 1 else "")
-    words += f", tanh cap {cap:g}" if cap else ""
-    return Head(linear=linear, scale=scale, cap=cap, description=words)
-
-
-def _after_head(model: PreTrainedModel, small: PreTrainedModel, linear: nn.Linear, output_BKV: Tensor) -> Tensor:
-    """The logits of `model` where its head returns `output_BKV` and its layers are those of `small`."""
-    ids_1T, kept_K = torch.arange(1, 6)[None], torch.tensor([1, 3, 4])
-    calls: list[Tensor] = []
-
-    def head(hidden_BTD: Tensor) -> Tensor:
-        calls.append(_kept(hidden_BTD, kept_K))
-        return output_BKV
-
-    modules = {name: module for name, module in model.named_modules() if name}
-    path = next(name for name, module in modules.items() if module is linear)
-    forwards = {linear: head}
-    for name, copy in small.named_modules():  # but for the modules that hold the head, and XLM's gelu, one for all
-        if name in modules and not f"{path}.".startswith(f"{name}.") and modules[name] is not copy:
-            forwards[modules[name]] = copy.__call__
-    with _replaced(forwards):
-        logits_BKV = model(input_ids=ids_1T, logits_to_keep=kept_K, use_cache=False).logits
-    if len(calls) != 1 or logits_BKV.shape != output_BKV.shape:
-        raise ValueError(f"{len(calls)} calls, and {list(output_BKV.shape)} became {list(logits_BKV.shape)}")
-    return logits_BKV

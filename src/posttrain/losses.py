@@ -8,22 +8,19 @@ Shape suffixes: B rows of a micro-batch, K tokens of it that are predicted, D it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from posttrain.config.loss import (
+from posttrain.config.algorithm import (
+    AlgorithmConf,
     CorrectionConf,
     CorrectionLevel,
     CorrectionMode,
     KLEstimator,
-    LossConf,
     Ratio,
     Surrogate,
 )
-
-if TYPE_CHECKING:
-    from posttrain.packing import PackedRow
+from posttrain.records import PackedRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +33,7 @@ class Terms:
     means: dict[str, torch.Tensor]  # by metric, [B, K]: its mean over trained tokens is the metric
 
 
-def policy_terms(logprobs_BK: torch.Tensor, entropy_BK: torch.Tensor, row: PackedRow, cfg: LossConf) -> Terms:
+def policy_terms(logprobs_BK: torch.Tensor, entropy_BK: torch.Tensor, row: PackedRow, cfg: AlgorithmConf) -> Terms:
     """policy + kl.coefficient * kl - entropy_coefficient * entropy of each token, all in nats.
 
     The policy term is the surrogate, times the correction's weight, or 0 where the off-policy mask applies: as in TRL
@@ -115,7 +112,7 @@ def over_completions(log_ratio_BK: torch.Tensor, level: Ratio, row: PackedRow) -
 
 
 def clip(
-    ratio_BK: torch.Tensor, advantages_BK: torch.Tensor, cfg: LossConf
+    ratio_BK: torch.Tensor, advantages_BK: torch.Tensor, cfg: AlgorithmConf
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """PPO's loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and where the clip acts: below, above (boolean).
 
@@ -130,7 +127,7 @@ def clip(
 
 
 def cispo(
-    ratio_BK: torch.Tensor, logprobs_BK: torch.Tensor, advantages_BK: torch.Tensor, cfg: LossConf
+    ratio_BK: torch.Tensor, logprobs_BK: torch.Tensor, advantages_BK: torch.Tensor, cfg: AlgorithmConf
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """CISPO's loss -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp, and where the weight is bounded (boolean).
 
@@ -142,7 +139,7 @@ def cispo(
     return loss_BK, (ratio_BK < low) & acts_BK, (ratio_BK > high) & acts_BK
 
 
-def sapo(ratio_BK: torch.Tensor, advantages_BK: torch.Tensor, cfg: LossConf) -> torch.Tensor:
+def sapo(ratio_BK: torch.Tensor, advantages_BK: torch.Tensor, cfg: AlgorithmConf) -> torch.Tensor:
     """SAPO's loss -A sigmoid(tau (r - 1)) 4 / tau, with tau by the sign of A (arXiv:2511.20347)."""
     positive, negative = (torch.full_like(ratio_BK, tau) for tau in (cfg.sapo_tau_positive, cfg.sapo_tau_negative))
     tau_BK = positive.where(advantages_BK > 0, negative)
@@ -190,7 +187,7 @@ def kl(logprobs_BK: torch.Tensor, reference_BK: torch.Tensor, estimator: KLEstim
             return torch.expm1(d_BK) - d_BK
 
 
-def _bounds(cfg: LossConf) -> tuple[float, float]:
+def _bounds(cfg: AlgorithmConf) -> tuple[float, float]:
     """Of the ratio; null is no bound on that side."""
     return (
         0.0 if cfg.clip_low is None else 1 - cfg.clip_low,

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from posttrain.config.loss import LossConf
+from posttrain.config.algorithm import AlgorithmConf
 
 MISSING = "???"  # OmegaConf's marker: the user must give a value
 
@@ -46,6 +46,7 @@ class Strategy(StrEnum):
     no_shard = "no_shard"  # DDP
 
 
+SamplerName = StrEnum("SamplerName", "local")
 MetricsName = StrEnum("MetricsName", "mfu none")
 TaskName = StrEnum("TaskName", "arithmetic gsm8k jsonl")
 LoggerName = StrEnum("LoggerName", "none wandb")
@@ -89,6 +90,7 @@ class FSDPConf:
 class MetricsConf:
     name: MetricsName = MISSING
     peak_tflops: float | None = None  # dense peak of one device in TFLOP/s; null: from the device's name
+    full_every: int = 10  # steps between those whose token metrics cover completions without a gradient too; 0: none
 
 
 @dataclass
@@ -132,8 +134,10 @@ class SamplingConf:
 
 @dataclass
 class RolloutConf(SamplingConf):
+    name: SamplerName = SamplerName.local
     group_size: int = 8  # completions a prompt
     temperature: float = 1.0
+    max_staleness: int = 0  # steps that sampling is ahead of training, at most; never beyond a checkpoint
 
 
 @dataclass
@@ -201,8 +205,11 @@ class TrainingConf(JobConf):
     packing: PackingConf = field(default_factory=PackingConf)
     fsdp: FSDPConf = field(default_factory=FSDPConf)
     optim: OptimConf = field(default_factory=OptimConf)
+    metrics: MetricsConf = field(default_factory=MetricsConf)
     logger: LoggerConf = field(default_factory=LoggerConf)
+    checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
     steps: int = 200
+    resume: str | None = None  # auto: hydra.run.dir's newest checkpoint; or a run or checkpoint directory
 
 
 @dataclass
@@ -215,12 +222,9 @@ class SFTConf(TrainingConf):
 @dataclass
 class GRPOConf(TrainingConf):
     rollout: RolloutConf = field(default_factory=RolloutConf)
-    metrics: MetricsConf = field(default_factory=MetricsConf)
-    loss: LossConf = field(default_factory=LossConf)
-    checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
+    algorithm: AlgorithmConf = field(default_factory=AlgorithmConf)
     steps: int = 350
     prompts_per_step: int = 32  # prompts an optimizer step, over all ranks; any number, also below the ranks
-    resume: str | None = None  # auto: hydra.run.dir's newest checkpoint; or a run or checkpoint directory
 
 
 EvaluateConf = JobConf

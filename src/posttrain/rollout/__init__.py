@@ -1,1 +1,1 @@
-"""Sampling completions. Each engine is one function `generate(...) -> list[Rollout]`."""
+"""Where completions come from: samplers, and the evaluation that uses one."""

@@ -25,6 +25,7 @@ def generate(
     key: tuple[int, ...],
     end_ids: Collection[int],
     pad_id: int,
+    version: int = 0,
 ) -> list[Rollout]:
     """`cfg.group_size` completions of each (group, problem): in the order of `problems`, samples side by side.
 
@@ -33,6 +34,7 @@ def generate(
         key: with the group, seeds the sampling noise: (purpose, seed, step), of one length for all purposes, since
             trailing zeros do not count.
         end_ids: tokens that end a completion; the one that did is its last.
+        version: of the weights, for the record.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -43,19 +45,19 @@ def generate(
         noise = [np.random.default_rng([*key, group]).random((samples, cfg.max_new_tokens)) for group, _ in part]
         uniform = torch.from_numpy(np.concatenate(noise))
         sampled = _decode(model, [problem.prompt_ids for _, problem in part], uniform, cfg, end_ids, pad_id)
-        rollouts += [
-            Rollout(
-                prompt_ids=problem.prompt_ids,
-                completion_ids=ids,
-                logprobs=logprobs,
-                finish_reason="stop" if ids[-1] in end_ids else "length",
-                group=group,
-                answer=problem.answer,
+        which = [(group, problem, sample) for group, problem in part for sample in range(samples)]
+        for (group, problem, sample), (ids, logprobs) in zip(which, sampled, strict=True):
+            rollouts.append(
+                Rollout.one_turn(
+                    prompt_ids=problem.prompt_ids,
+                    completion_ids=ids,
+                    logprobs=logprobs,
+                    finish_reason="stop" if ids[-1] in end_ids else "length",
+                    group=group,
+                    sample=sample,
+                    version=version,
+                )
             )
-            for (group, problem), (ids, logprobs) in zip(
-                [pair for pair in part for _ in range(samples)], sampled, strict=True
-            )
-        ]
     for module in training:  # those that gradient checkpointing keeps so, not what is in them
         module.training = True
     return rollouts

@@ -18,8 +18,8 @@ from posttrain.config import (
     TrainingConf,
     hybrid_shard_size,
 )
-from posttrain.config.loss import Baseline
-from posttrain.loss_rules import least, loss_rules, surrogate_rules
+from posttrain.config.algorithm import Baseline
+from posttrain.config.algorithm_rules import algorithm_rules, least, surrogate_rules
 
 
 def problems(cfg: JobConf, world: int) -> list[str]:
@@ -31,7 +31,7 @@ def problems(cfg: JobConf, world: int) -> list[str]:
         return endless
     rules = [*_common(cfg), *(_training(cfg, world) if isinstance(cfg, TrainingConf) else [])]
     if isinstance(cfg, GRPOConf):
-        rules += [*_grpo(cfg), *surrogate_rules(cfg.loss), *loss_rules(cfg)]
+        rules += [*_grpo(cfg), *surrogate_rules(cfg.algorithm), *algorithm_rules(cfg)]
     if cfg.model.architecture is Architecture.auto and cfg.model.path is None:
         rules.append((False, "model=auto needs weights: type model.path=<hub name or directory>"))
     return [message for holds, message in rules if not holds]
@@ -72,6 +72,7 @@ def _common(cfg: JobConf) -> list[tuple[bool, str]]:
 
 def _training(cfg: TrainingConf, world: int) -> list[tuple[bool, str]]:
     betas, budget, pad = cfg.optim.betas, cfg.packing.tokens_per_row, cfg.packing.pad_multiple
+    peak = cfg.metrics.peak_tflops
     return [
         least("evaluation.every", cfg.evaluation.every, 0),
         least("steps", cfg.steps, 1),
@@ -91,36 +92,38 @@ def _training(cfg: TrainingConf, world: int) -> list[tuple[bool, str]]:
             f"packing.tokens_per_row={budget} is no multiple of packing.pad_multiple={pad}: rows would be padded past "
             f"the budget; type packing.tokens_per_row={max(budget // max(pad, 1), 1) * pad}",
         ),
+        least("checkpoint.every", cfg.checkpoint.every, 0),
+        least("checkpoint.keep", cfg.checkpoint.keep, 0),
+        (peak is None or peak > 0, f"metrics.peak_tflops={peak}: must be above 0, or null"),
+        least("metrics.full_every", cfg.metrics.full_every, 0),
         _hybrid(cfg, world),
         *([least("batch_size", cfg.batch_size, 1)] if isinstance(cfg, SFTConf) else []),
     ]
 
 
 def _grpo(cfg: GRPOConf) -> list[tuple[bool, str]]:
-    loss, peak, alone = cfg.loss, cfg.metrics.peak_tflops, cfg.loss.advantage_baseline is Baseline.batch
+    algorithm, alone = cfg.algorithm, cfg.algorithm.advantage_baseline is Baseline.batch
     return [
         (cfg.rollout.temperature > 0, f"rollout.temperature={cfg.rollout.temperature}: must be above 0"),
         least("rollout.group_size", cfg.rollout.group_size, 1),
         (
             cfg.rollout.group_size != 1 or alone,
             "rollout.group_size=1: GRPO compares completions of one prompt, it needs 2 or more; "
-            "or type loss.advantage_baseline=batch loss.advantage_scale=batch_tokens",
+            "or type algorithm.advantage_baseline=batch algorithm.advantage_scale=batch_tokens",
         ),
         least("prompts_per_step", cfg.prompts_per_step, 1),
         (
             not alone or cfg.rollout.group_size * cfg.prompts_per_step != 1,
             "rollout.group_size=1 prompts_per_step=1: one completion a step has nothing to be compared with",
         ),
-        least("loss.updates_per_rollout", loss.updates_per_rollout, 1),
-        least("loss.mini_batches", loss.mini_batches, 1),
+        least("algorithm.updates_per_rollout", algorithm.updates_per_rollout, 1),
+        least("algorithm.mini_batches", algorithm.mini_batches, 1),
         (
-            loss.mini_batches <= max(cfg.prompts_per_step, 1),
-            f"loss.mini_batches={loss.mini_batches}: each needs a prompt, and there are "
+            algorithm.mini_batches <= max(cfg.prompts_per_step, 1),
+            f"algorithm.mini_batches={algorithm.mini_batches}: each needs a prompt, and there are "
             f"prompts_per_step={cfg.prompts_per_step}",
         ),
-        least("checkpoint.every", cfg.checkpoint.every, 0),
-        least("checkpoint.keep", cfg.checkpoint.keep, 0),
-        (peak is None or peak > 0, f"metrics.peak_tflops={peak}: must be above 0, or null"),
+        least("rollout.max_staleness", cfg.rollout.max_staleness, 0),
     ]
 
 

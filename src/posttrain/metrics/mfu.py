@@ -24,7 +24,8 @@ from torch import nn
 
 from posttrain.config import MetricsConf
 from posttrain.flops import FlopsCounter, size
-from posttrain.peaks import peak_tflops
+from posttrain.metrics.peaks import peak_tflops
+from posttrain.records import Group, MiniBatch, Packed
 
 
 class Meter:
@@ -68,6 +69,23 @@ class Meter:
             return
         with self._off_on_failure():
             self._flops["rollout"] += self.counter.rollout(groups)
+
+    def bill(
+        self, batches: Sequence[MiniBatch], updates: int, logprobs: int = 0, sampled: Sequence[Group] = ()
+    ) -> None:
+        """All that a step does: `updates` and `logprobs` are passes over all its mini-batches."""
+        if sampled:
+            self.record_rollout(
+                [(len(g.problem.prompt_ids), [len(r) - len(g.problem.prompt_ids) for r in g.rollouts]) for g in sampled]
+            )
+        trained = _work([batch.trained for batch in batches])
+        watched = _work([batch.watched for batch in batches if batch.watched])
+        for _ in range(logprobs):
+            self.record("logprobs", *trained)
+        for _ in range(updates):
+            self.record("update", *trained, training=True)
+        for _ in range(updates if any(watched) else 0):
+            self.record("metrics", *watched)
 
     def metrics(self, seconds: dict[str, float]) -> dict[str, float]:
         """This step's metrics, from the seconds of its phases and of the whole "step"; starts the next step.
@@ -138,3 +156,9 @@ def make_meter(
 ) -> Meter:
     """A meter for `world_size` devices like this one. Never raises: a meter that failed is off."""
     return Meter(conf, model, torch.device(device), dtype, world_size)
+
+
+def _work(packed: Sequence[Packed]) -> tuple[list[int], int]:
+    """Lengths of all documents, and how many of their tokens are predicted."""
+    documents = [document for part in packed for document in part.documents]
+    return [len(document) for document in documents], sum(document.rollout.trained_tokens for document in documents)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import LoggerConf, LoggerName
-from posttrain.console import banner, closing
-from posttrain.wandb_log import WandbLog
+from posttrain.tracking.console import banner, closing
+from posttrain.tracking.wandb_log import WandbLog
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 SHOWN = {  # metric: label and format on the console

@@ -5,8 +5,8 @@ trained. For the reference's forward passes the copies change places with the po
 modules, and afterwards back. So the reference
 
 - is sharded exactly as the policy is: full_shard, shard_grad_op, hybrid_shard, DDP and one process;
-- costs one copy of the trained shards, on the same device or on the CPU (loss.kl.reference), and one parameter more
-  while they change places; no gradients, no optimizer state, no gather beyond those of its forward passes;
+- costs one copy of the trained shards, on the same device or on the CPU (algorithm.kl.reference), and one parameter
+  more while they change places; no gradients, no optimizer state, no gather beyond those of its forward passes;
 - is, under an adapter, the base model at the cost of a copy of the adapter alone: the base weights are frozen and
   therefore shared, and an adapter as it starts adds nothing (LoRA, arXiv:2106.09685: B = 0);
 - has the kernels, dtypes and packing of the policy, so before the first optimizer step the two agree bitwise.
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from posttrain.config.loss import KLConf, ReferenceDevice
+from posttrain.config.algorithm import KLConf, ReferenceDevice
 
 
 def make_reference(model: torch.nn.Module, cfg: KLConf) -> Reference | None:

@@ -1,6 +1,6 @@
 """What a rank does: join the others, import the recipe, call its `train(cfg, run_dir)`, report how it ended.
 
-`launch.py` starts `python -m posttrain.rank <recipe file> <run directory>`. Under torchrun, accelerate launch
+`launch.py` starts `python -m posttrain.command.rank <recipe file> <run directory>`. Under torchrun, accelerate launch
 or srun the processes exist already: rank 0 reads the command line and hands the job to the others (`join`).
 """
 
@@ -23,10 +23,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from posttrain.command.launch import close_run, rank_errors, threads, visible_gpus
 from posttrain.config import JobConf
+from posttrain.config.validation import typed
 from posttrain.errors import UserError
-from posttrain.launch import close_run, rank_errors, threads, visible_gpus
-from posttrain.validation import typed
 
 if TYPE_CHECKING:
     from torch.distributed import Store

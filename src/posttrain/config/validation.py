@@ -14,13 +14,13 @@ from posttrain.config import RECIPES, TASKS, JobConf
 from posttrain.errors import UserError
 
 ELSEWHERE = {  # names of other trainers
-    "beta": "loss.kl.coefficient", "kl_coef": "loss.kl.coefficient", "kl_loss_coef": "loss.kl.coefficient",
-    "epsilon": "loss.clip_low and loss.clip_high", "clip_ratio": "loss.clip_low and loss.clip_high",
-    "epsilon_low": "loss.clip_low", "epsilon_high": "loss.clip_high", "clip_ratio_low": "loss.clip_low",
-    "clip_ratio_high": "loss.clip_high", "clip_ratio_c": "loss.dual_clip", "entropy_coeff": "loss.entropy_coefficient",
-    "loss_type": "loss=<name>", "adv_estimator": "loss=<name>", "loss_agg_mode": "loss.aggregation",
-    "scale_rewards": "loss.advantage_scale", "num_iterations": "loss.updates_per_rollout",
-    "ppo_epochs": "loss.updates_per_rollout", "num_generations": "rollout.group_size",
+    "beta": "algorithm.kl.coefficient", "kl_coef": "algorithm.kl.coefficient", "kl_loss_coef": "algorithm.kl.coefficient",
+    "epsilon": "algorithm.clip_low and algorithm.clip_high", "clip_ratio": "algorithm.clip_low and algorithm.clip_high",
+    "epsilon_low": "algorithm.clip_low", "epsilon_high": "algorithm.clip_high", "clip_ratio_low": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high", "clip_ratio_c": "algorithm.dual_clip", "entropy_coeff": "algorithm.entropy_coefficient",
+    "loss_type": "algorithm=<name>", "adv_estimator": "algorithm=<name>", "loss_agg_mode": "algorithm.aggregation",
+    "scale_rewards": "algorithm.advantage_scale", "num_iterations": "algorithm.updates_per_rollout",
+    "ppo_epochs": "algorithm.updates_per_rollout", "num_generations": "rollout.group_size",
     "max_completion_length": "rollout.max_new_tokens", "max_response_length": "rollout.max_new_tokens",
     "learning_rate": "optim.lr", "max_steps": "steps", "gradient_checkpointing": "model.gradient_checkpointing",
 }  # fmt: skip

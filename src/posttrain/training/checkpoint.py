@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.errors import UserError
-from posttrain.reference import Reference, trained
+from posttrain.training.reference import Reference, trained
 
 PROGRESS = "progress.json"  # written last: a directory without it is no checkpoint
 REFERENCE = "reference"  # the trained parameters of a reference policy that has moved
@@ -36,7 +36,7 @@ def save(
 ) -> None:
     """Write `checkpoints/step_<step>`, then drop all but the newest `keep` (0: none dropped). All ranks call it.
 
-    The reference is written once it has moved (loss.kl.refresh_every); until then it is the model that the run
+    The reference is written once it has moved (algorithm.kl.refresh_every); until then it is the model that the run
     started from, and adds nothing to the checkpoint.
     """
     folder = run_dir / "checkpoints"
@@ -109,7 +109,7 @@ def load(accelerator: Accelerator, model: torch.nn.Module, checkpoint: Path, ref
                     distributed_checkpoint.load(_weights(model), checkpoint_id=checkpoint / REFERENCE)
                 reference.moved = True
             elif accelerator.is_main_process:
-                print(f"resume: loss.kl.coefficient=0, so the reference policy in {checkpoint} is not used")
+                print(f"resume: algorithm.kl.coefficient=0, so the reference policy in {checkpoint} is not used")
     return progress["step"]
 
 

@@ -1,6 +1,6 @@
-"""The schema of the loss group: independent switches, of which conf/loss/ has the published combinations.
+"""The schema of the algorithm group: independent switches, of which conf/algorithm/ has the published combinations.
 
-docs/algorithms.md has their equations. loss_rules.py says which combinations make no sense.
+docs/algorithms.md has their equations. algorithm_rules.py says which combinations make no sense.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class OverlongConf:
 
 
 @dataclass
-class LossConf:
+class AlgorithmConf:
     surrogate: Surrogate = Surrogate.clip
     ratio: Ratio = Ratio.token
     clip_low: float | None = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]

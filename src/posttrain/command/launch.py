@@ -1,7 +1,7 @@
 """Starts the ranks of one job on this machine, watches them and reports how they ended. Imports no torch.
 
 `python recipes/grpo.py` has read the command line and written the run directory's job.json; every rank is a
-process `python -m posttrain.rank <recipe file> <run directory>`.
+process `python -m posttrain.command.rank <recipe file> <run directory>`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _spawn(ranks: list[subprocess.Popen], recipe: Path, run_dir: Path, cfg: JobC
                 os._exit(1)
 
     scrubbed = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "HYDRA_"))}
-    source = str(Path(__file__).parents[1])
+    source = str(Path(__file__).parents[2])
     with socket.create_server(("127.0.0.1", 0), backlog=nproc + 8) as listener:
         shared = {
             "WORLD_SIZE": nproc,
@@ -102,7 +102,7 @@ def _spawn(ranks: list[subprocess.Popen], recipe: Path, run_dir: Path, cfg: JobC
                 ranks.append(
                     subprocess.Popen(
                         # -P: a file of the current directory must not shadow a package.
-                        [sys.executable, "-P", "-m", "posttrain.rank", str(recipe), str(run_dir)],
+                        [sys.executable, "-P", "-m", "posttrain.command.rank", str(recipe), str(run_dir)],
                         env=scrubbed | {key: str(value) for key, value in (shared | own).items()},
                         stdin=subprocess.DEVNULL if rank else None,
                         stdout=log,
@@ -182,7 +182,7 @@ def rank_errors(run_dir: Path) -> list[dict[str, Any]]:
 
 def close_run(run_dir: Path, status: str, error: str | None) -> None:
     """Write how the run ended into its summary.json."""
-    from posttrain.tracking import close_summary
+    from posttrain.tracking.tracker import close_summary
 
     try:
         close_summary(run_dir, status, error)

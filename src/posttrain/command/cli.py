@@ -24,13 +24,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from posttrain import launch, rank
+from posttrain.command import launch, rank
+from posttrain.command.explain import complain, help_text
 from posttrain.config import RECIPES, TASKS, JobConf
+from posttrain.config.algorithm_rules import idle
+from posttrain.config.rules import problems
+from posttrain.config.validation import changes, typed
 from posttrain.errors import UserError
-from posttrain.explain import complain, help_text
-from posttrain.loss_rules import idle
-from posttrain.rules import problems
-from posttrain.validation import changes, typed
 
 NAME_LENGTH = 120  # of a sweep job's directory; file systems allow 255
 

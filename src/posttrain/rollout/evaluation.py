@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
 
 from posttrain.config import JobConf, RolloutConf
-from posttrain.data.tasks import Task
-from posttrain.fsdp import from_all_ranks, gathered
 from posttrain.rollout.local import generate
+from posttrain.tasks import Task
+from posttrain.training.fsdp import from_all_ranks, gathered
+from posttrain.training.policy import Policy
 
 
-def evaluate(
-    model: torch.nn.Module,
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    cfg: JobConf,
-    end_ids: Collection[int],
-) -> dict[str, float]:
+def evaluate(policy: Policy, task: Task, cfg: JobConf) -> dict[str, float]:
     """One completion of each of the first `cfg.evaluation.prompts` held-out problems, over all ranks.
 
     Returns eval/reward (weighted), eval/rewards/<name> (each in [0, 1]; eval/rewards/correct is pass@1) and
     eval/prompts; nothing where the task has no held-out problems. Unscorable completions are left out of the means.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    problems = list(enumerate(task.heldout[: cfg.evaluation.prompts]))
-    with gathered(model) as bare:
+    problems = task.heldout[: cfg.evaluation.prompts]
+    mine = list(enumerate(problems))[dist.get_rank() :: dist.get_world_size()]
+    one_each = {"group_size": 1, "temperature": cfg.evaluation.temperature}
+    with gathered(policy.model) as bare:
         rollouts = generate(
             bare,
-            problems[rank::world],
-            RolloutConf(**asdict(cfg.rollout) | {"group_size": 1, "temperature": cfg.evaluation.temperature}),
+            mine,
+            RolloutConf(**asdict(cfg.rollout) | one_each),
             key=(1, cfg.seed, 0),
-            end_ids=end_ids,
-            pad_id=tokenizer.pad_token_id,
+            end_ids=policy.end_ids,
+            pad_id=policy.pad_id,
         )
-    scores = from_all_ranks([task.score(r, tokenizer) for r in rollouts])
+    scores = from_all_ranks([task.score(problems[r.group], r) for r in rollouts])
     if not scores:
         return {}
     table = torch.tensor([list(score.values()) for score in scores], dtype=torch.float64)

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from posttrain.config import TASKS
+from posttrain.config.validation import did_you_mean, every_key, no_such_key
 from posttrain.errors import UserError
-from posttrain.validation import did_you_mean, every_key, no_such_key
 
 
 def help_text(recipe: str, conf: Path) -> str:

@@ -15,7 +15,6 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,30 +22,15 @@ from transformers import PreTrainedModel
 from posttrain.config import PackingConf, PackingMode
 from posttrain.errors import UserError
 from posttrain.flops import PassCost, size
-from posttrain.records import Problem, Rollout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """A rollout with what the loss needs of it."""
-
-    rollout: Rollout
-    advantage: float
-    weight: float  # of each completion token in the loss; 0 leaves the document out
-    index: int  # place in the step's batch, by which a result finds its document on any rank
-
-    def __len__(self) -> int:
-        return len(self.rollout)
-
-
-Row = list[Document]  # of one micro-batch
-Plan = list[list[Row]]  # [rank][micro-batch][document]
+from posttrain.records import Document, Plan, Problem, Rollout, Row
 
 
 def spare(rollout: Rollout) -> Document:
-    """The shortest document there is, the first token of a prompt said twice, of weight 0."""
-    token = rollout.prompt_ids[:1]
-    short = replace(rollout, prompt_ids=token, completion_ids=token, logprobs=(0.0,))
+    """The shortest document there is, the first token of a rollout said twice, of weight 0."""
+    token = rollout.ids[:1]
+    short = Rollout.one_turn(
+        prompt_ids=token, completion_ids=token, logprobs=(0.0,), finish_reason="stop", group=rollout.group
+    )
     return Document(rollout=short, advantage=0.0, weight=0.0, index=-1)
 
 
@@ -124,11 +108,11 @@ def document_cost(model: PreTrainedModel) -> PassCost:
 
 
 def _cost(document: Document, cost: PassCost) -> float:
-    return cost((len(document),), len(document.rollout.completion_ids))
+    return cost((len(document),), document.rollout.trained_tokens)
 
 
 def _row_cost(row: Row, cfg: PackingConf, cost: PassCost) -> float:
-    return cost(computed_lengths(row, cfg), sum(len(document.rollout.completion_ids) for document in row))
+    return cost(computed_lengths(row, cfg), sum(document.rollout.trained_tokens for document in row))
 
 
 def computed_lengths(row: Row, cfg: PackingConf) -> list[int]:

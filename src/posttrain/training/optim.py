@@ -5,23 +5,36 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch import nn
 
 from posttrain.config import OptimConf, Schedule
-from posttrain.fsdp import reduce_over_ranks
+from posttrain.training.fsdp import reduce_over_ranks
 
 
-def make_optimizer(model: torch.nn.Module, cfg: OptimConf) -> torch.optim.AdamW:
-    """AdamW; weight decay acts on matrices only, not on norms, biases and decay rates."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+def make_optimizer(model: nn.Module, cfg: OptimConf) -> torch.optim.AdamW:
+    """AdamW; weight decay acts on matrices only, those of experts included.
+
+    It leaves alone norms, biases, decay rates, and the taps of convolutions, which have three dimensions but are no
+    matrices. `model` is not sharded yet.
+    """
+    taps = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)}
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            matrix = parameter.ndim >= 2 and id(parameter) not in taps
+            (decayed if matrix else others).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": cfg.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=tuple(cfg.betas))
+    first, second = cfg.betas
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=(first, second))
 
 
 def learning_rate(cfg: OptimConf, step: int, steps: int) -> float:
@@ -45,7 +58,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def step(
     accelerator: Accelerator,
-    model: torch.nn.Module,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss: torch.Tensor,
     cfg: OptimConf,

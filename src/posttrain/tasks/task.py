@@ -1,0 +1,75 @@
+"""What a task is: problems to train on, problems to hold out, and the rewards that score their completions."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.records import Problem, Rollout
+from posttrain.tasks.rewards import Reward
+
+
+class Row(NamedTuple):
+    """One row of a task's data."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What a file of this folder makes of its options: rows, and the rewards that fit them by name."""
+
+    train: list[Row]
+    heldout: list[Row]
+    rewards: dict[str, Reward]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Problems with their rewards, ready for a model."""
+
+    train: Sequence[Problem]
+    heldout: Sequence[Problem]
+    rewards: dict[str, tuple[Reward, float]]  # name -> (function, weight)
+    dropped: int  # prompts left out: empty, or longer than task.max_prompt_tokens
+    tokenizer: PreTrainedTokenizerBase
+
+    def score(self, problem: Problem, rollout: Rollout) -> dict[str, float]:
+        """Each reward of one rollout, unweighted, and "total", their weighted sum. NaN: could not be scored."""
+        text = self.tokenizer.decode(rollout.written, skip_special_tokens=True)
+        scores, total = {}, 0.0
+        for name, (reward, weight) in self.rewards.items():
+            value = reward(text, problem.answer, rollout.finished)
+            scores[name] = math.nan if value is None else value
+            total += weight * scores[name] if weight else 0.0
+        return {**scores, "total": total}
+
+
+def batch(problems: Sequence[Problem], count: int, step: int, seed: int) -> list[Problem]:
+    """The `count` problems of step `step` (from 0): each epoch is a fresh permutation, shown once, none skipped.
+
+    A function of its arguments alone, so a resumed run needs no data state.
+    """
+    picked, orders = [], {}
+    for position in range(step * count, (step + 1) * count):
+        epoch, offset = divmod(position, len(problems))
+        if epoch not in orders:
+            orders[epoch] = random.Random(f"{seed}/{epoch}").sample(range(len(problems)), len(problems))
+        picked.append(problems[orders[epoch][offset]])
+    return picked
+
+
+def further(problems: Sequence[Problem], count: int, seen: Sequence[Problem], step: int, seed: int) -> list[Problem]:
+    """Up to `count` problems at random, none of `seen`: draws beside those of `batch`, whose epochs stay as they are.
+
+    A function of its arguments alone, as `batch` is.
+    """
+    known = {problem.index for problem in seen}
+    left = [problem for problem in problems if problem.index not in known]
+    return random.Random(f"{seed}/{step}/{len(seen)}").sample(left, max(0, min(count, len(left))))

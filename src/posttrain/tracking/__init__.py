@@ -1,0 +1,1 @@
+"""Where a run is written down: its files, the terminal, wandb, and the tables and figures of notebooks."""

@@ -1,0 +1,1 @@
+"""What training needs beside the algorithm: the prepared policy, sharding, optimizer, reference, checkpoints."""

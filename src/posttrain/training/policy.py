@@ -1,0 +1,170 @@
+"""What is trained and what its use needs: model, tokenizer and optimizer, sharded, its packing patched and proved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain import packing
+from posttrain.config import GRPOConf, JobConf, PackingConf, PackingMode, SFTConf, TrainingConf
+from posttrain.flops import PassCost
+from posttrain.logprobs import token_logprobs
+from posttrain.models import gdn_packing
+from posttrain.models.head import Head, find_head
+from posttrain.models.loading import compute_dtype, describe, end_token_ids, initialise, load
+from posttrain.records import Document, MiniBatch, Packed, PackedRow
+from posttrain.training import optim
+from posttrain.training.fsdp import make_accelerator, sharding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A model that is ready: to sample from, and where a recipe trains, to train."""
+
+    model: nn.Module  # as accelerate wrapped it
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    dtype: torch.dtype  # of the computation
+    head: Head
+    end_ids: frozenset[int]  # tokens that end a completion
+    pad_id: int
+    cost: PassCost  # forward FLOPs of documents
+    longest: float  # tokens that the model has positions for
+    facts: dict[str, Any]  # for the banner and summary.json
+    learner: Learner | None  # None: sampled from only
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self._learner.accelerator
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._learner.optimizer
+
+    @property
+    def _learner(self) -> Learner:
+        if self.learner is None:
+            raise RuntimeError("this policy was prepared to be sampled from, not to be trained")
+        return self.learner
+
+    def logprobs(self, row: PackedRow, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies [B, K] of the row's trained tokens: see `token_logprobs`."""
+        return token_logprobs(self.model, row, self._learner.temperature, self.head, entropy_gradient)
+
+    @torch.no_grad()
+    def with_logprobs(self, field: str, batches: Sequence[MiniBatch]) -> list[MiniBatch]:
+        """The same mini-batches with the logprobs of the weights as they are at this moment in `field` of each row."""
+
+        def computed(packed: Packed) -> Packed:
+            rows = [dataclasses.replace(row, **{field: self.logprobs(row)[0]}) for row in packed.rows]
+            return dataclasses.replace(packed, rows=rows)
+
+        return [batch.each(computed) for batch in batches]
+
+    def pack(self, documents: Sequence[Document], every_token_counts: bool = False, watched: bool = False) -> MiniBatch:
+        """One optimizer step's documents, planned over all ranks. Not the ones of weight 0: they do not count.
+
+        A document of advantage 0 has no gradient, unless `every_token_counts`. It counts in the others' weights, and
+        is computed only to be `watched`.
+        """
+        counted = [document for document in documents if document.weight]
+        taught = [document for document in counted if document.advantage or every_token_counts]
+        others = [document for document in counted if not (document.advantage or every_token_counts)]
+        spare = packing.spare(documents[0].rollout)
+        where = spare, self._learner.packing, self.cost, self.pad_id, self.device
+        return MiniBatch(
+            trained=packing.pack(taught, *where),
+            watched=packing.pack(others, *where) if watched and others else None,
+            left_out=0 if watched else len(others),
+            refused=sum(len(document) > self.longest for document in documents),
+        )
+
+    def packing_metrics(self, batches: Sequence[MiniBatch]) -> dict[str, float]:
+        """See packing.statistics."""
+        plans = [batch.trained.plan for batch in batches]
+        refused = sum(batch.refused for batch in batches)
+        return packing.statistics(plans, self._learner.packing, self.cost, refused)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """What only training needs."""
+
+    accelerator: Accelerator
+    optimizer: torch.optim.Optimizer
+    packing: PackingConf
+    temperature: float  # of the distribution that logprobs are of
+
+
+def prepare(cfg: JobConf) -> Policy:
+    """Load the model and choose its kernels; where the recipe trains, prove the packing and shard the model.
+
+    A recipe that only samples has the whole model on each rank, in the dtype of the computation.
+    """
+    torch.manual_seed(cfg.seed)
+    random = isinstance(cfg, SFTConf) and cfg.init
+    model, tokenizer = (initialise if random else load)(cfg.model)
+    dtype, end_ids = compute_dtype(cfg.model), end_token_ids(model, tokenizer)
+    facts: dict[str, Any] = {"model": "random weights" if random else describe(cfg.model)}
+
+    if isinstance(cfg, TrainingConf):
+        accelerator = make_accelerator(cfg.fsdp, model, dtype)
+        device = accelerator.device
+        facts["packing"] = _prove_packing(model, cfg.packing, device, dtype)
+    else:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        model = _whole(model, device, dtype)
+        gdn_packing.patch(model, device, packed=False)
+
+    # All three read the bare model: modules and classes are not what they were once it is sharded.
+    head, cost, longest = find_head(model), packing.document_cost(model), packing.longest(model)
+    wrapped, learner = model, None
+    if isinstance(cfg, TrainingConf):
+        facts["packing"]["kernels"]["logprobs"] = head.description
+        wrapped, optimizer = accelerator.prepare(model, optim.make_optimizer(model, cfg.optim))
+        temperature = cfg.rollout.temperature if isinstance(cfg, GRPOConf) else 1.0
+        learner = Learner(accelerator=accelerator, optimizer=optimizer, packing=cfg.packing, temperature=temperature)
+        facts["sharding"] = sharding(wrapped)
+    facts |= {"parameters": sum(p.numel() for p in wrapped.parameters()), "device": device.type}
+    return Policy(
+        model=wrapped,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        head=head,
+        end_ids=end_ids,
+        pad_id=tokenizer.pad_token_id,
+        cost=cost,
+        longest=longest,
+        facts=facts,
+        learner=learner,
+    )
+
+
+def _prove_packing(
+    model: PreTrainedModel, cfg: PackingConf, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Patch the layers; what the probe found, or which kernels run. Raises PackingLeak.
+
+    Documents of one row must not see each other, also not through the recurrent state of Gated DeltaNet layers. The
+    probe shows that they do not, or stops the run.
+    """
+    packed = cfg.mode is PackingMode.thd
+    kernels = gdn_packing.patch(model, device, packed=packed)
+    proof = gdn_packing.verify(model, device, dtype) if packed and cfg.verify else None
+    return {"mode": cfg.mode, "verified": bool(proof), **dataclasses.asdict(proof or kernels)}
+
+
+def _whole(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """On `device` with parameters in `dtype`. Buffers stay as they are: rotary frequencies need fp32."""
+    model = model.to(device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
