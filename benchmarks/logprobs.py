@@ -30,8 +30,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from posttrain.config import Architecture, ModelConf, OptimConf
-from posttrain.logprobs import Head, find_head, token_logprobs
+from posttrain.logprobs import token_logprobs
 from posttrain.models import gdn_packing
+from posttrain.models.head import Head, find_head
 from posttrain.models.loading import load
 from posttrain.models.tiny import tiny_config
 from posttrain.training.optim import make_optimizer

@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 
 from posttrain.command.cli import _declare
 from posttrain.command.rank import _import, start_process_group
-from posttrain.tracking.tracker import read_records
 from posttrain.config.validation import typed
+from posttrain.tracking.tracker import read_records
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["steps=20", "evaluation.prompts=0", "checkpoint.every=0", "checkpoint.export=false"]
@@ -49,7 +49,7 @@ if __name__ == "__main__":
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     start_process_group(60)
-    calls: dict[str, list[float]] = {name: [] for name in ("__init__", "record_rollout", "record", "metrics")}
+    calls: dict[str, list[float]] = {name: [] for name in ("__init__", "bill", "metrics")}
     for name, seconds in calls.items():
         setattr(Meter, name, timed(getattr(Meter, name), seconds))
     with tempfile.TemporaryDirectory() as folder:

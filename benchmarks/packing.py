@@ -2,7 +2,7 @@
 
     python benchmarks/packing.py
 
-max/mean     FLOPs of the busiest rank over those of the mean rank, padding included
+max/mean     FLOPs of the busiest rank over the mean rank's, padding included
 rows first   the same for the other order: all documents into rows, then rows to ranks
 in step      as max/mean, if ranks waited for each other after every micro-batch
 largest      FLOPs of the costliest document over the mean rank's
@@ -23,10 +23,10 @@ from dataclasses import replace
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from posttrain.packing import planning
 from posttrain.config import PackingConf, PackingMode
 from posttrain.flops import PassCost
-from posttrain.records import Rollout
+from posttrain.packing import planning
+from posttrain.records import Document, Plan, Rollout, Row
 
 MIXES: dict[str, Callable[[random.Random], float]] = {  # a length, as a part of the budget
     "log-normal": lambda draw: draw.lognormvariate(math.log(0.12), 1.0),
@@ -35,24 +35,26 @@ MIXES: dict[str, Callable[[random.Random], float]] = {  # a length, as a part of
 }
 
 
-def documents(lengths: Sequence[int]) -> list[planning.Document]:
+def documents(lengths: Sequence[int]) -> list[Document]:
     """A prompt of a quarter of each length, and the rest completion. Only their lengths matter here."""
     return [
-        planning.Document(
-            rollout=Rollout(
-                prompt_ids=range(length // 4),
-                completion_ids=range(length - length // 4),
-                logprobs=range(length - length // 4),
-                finish_reason="stop",
-                group=n,
-                answer="",
-            ),
-            advantage=1.0,
-            weight=1.0,
-            index=n,
-        )
-        for n, length in enumerate(lengths)
+        Document(rollout=rollout(n, length), advantage=1.0, weight=1.0, index=n) for n, length in enumerate(lengths)
     ]
+
+
+def rollout(group: int, length: int) -> Rollout:
+    """Of `bytes`, a number in one byte: 100,000 documents of tuples would take gigabytes."""
+    prompt, zeros = length // 4, bytes(length)
+    return Rollout(
+        group=group,
+        sample=0,
+        ids=zeros,
+        trained=bytes(prompt) + b"\1" * (length - prompt),
+        logprobs=zeros,
+        versions=zeros,
+        turns=((prompt, length),),
+        finish_reason="stop",
+    )
 
 
 def draw(mix: str, count: int, budget: int, seed: int) -> list[int]:
@@ -84,16 +86,16 @@ def imbalance(loads: Sequence[float]) -> float:
     return max(loads) * len(loads) / sum(loads)
 
 
-def in_step(plan: planning.Plan, cfg: PackingConf, cost: PassCost) -> float:
+def in_step(plan: Plan, cfg: PackingConf, cost: PassCost) -> float:
     """As `imbalance`, if ranks waited for each other after every micro-batch."""
     each = [[planning._row_cost(row, cfg, cost) for row in share] for share in plan]
     return sum(map(max, zip(*each, strict=True))) * len(plan) / sum(map(sum, each))
 
 
-def rows_first(docs: Sequence[planning.Document], cfg: PackingConf, ranks: int, cost: PassCost) -> float:
+def rows_first(docs: Sequence[Document], cfg: PackingConf, ranks: int, cost: PassCost) -> float:
     """The imbalance of the other order: pack all documents, then balance rows."""
 
-    def row_cost(row: planning.Row) -> float:
+    def row_cost(row: Row) -> float:
         return planning._row_cost(row, cfg, cost)
 
     shares = planning._deal(planning._best_fit(docs, cfg.tokens_per_row), row_cost, ranks)

@@ -1,6 +1,6 @@
 """Measure a model on a task's held-out problems, without training.
 
-python recipes/evaluate.py model.path=outputs/grpo/<run>/model evaluation.prompts=256
+python recipes/evaluate.py model.path=outputs/grpo/<run>/model
 """
 
 from posttrain.command.cli import main

@@ -8,13 +8,13 @@ Each step samples G completions of each of P prompts and rewards them. The
 advantage of a completion is its reward relative to its group. The update raises
 the probability of its tokens in proportion, clipped as in PPO.
 
-What GRPO leaves out: there is no critic. What is off here by default: the
-paper's KL penalty, and with it the reference model; algorithm.kl.coefficient=1e-3
-brings both back. `algorithm=` picks one of the published variants, which differ
-in advantages, surrogate and normalisation (docs/algorithms.md).
+There is no critic. The paper's KL penalty and its reference model are off by
+default; algorithm.kl.coefficient=1e-3 brings both back. `algorithm=` picks one of
+the published variants, which differ in advantages, surrogate and normalisation
+(docs/algorithms.md).
 
-Shape suffixes (CONTRIBUTING.md has them all): P prompts, G samples of a prompt,
-B rows of a micro-batch, K tokens of it that are predicted.
+Shape suffixes: P prompts, G samples of each, B rows of a micro-batch, K tokens that
+are predicted.
 """
 
 from posttrain.command.cli import main
@@ -86,15 +86,14 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
 
             # ---- Compare and pack.
             # All ranks compute the same from the same groups, without a word.
+            batches, everything = [], cfg.algorithm.every_token_counts
             with run.timed("update"):
-                batches, every_token = [], cfg.algorithm.every_token_counts
                 for documents in compare(groups, policy, cfg):
-                    batches.append(
-                        policy.pack(documents, every_token, run.measures_all)
-                    )
+                    packed = policy.pack(documents, everything, run.measures_all)
+                    batches.append(packed)
 
             # ---- Logprobs to compare with.
-            # In the first optimizer step the policy's own are those of the sampler.
+            # The first optimizer step needs none: the policy itself has sampled.
             if cfg.algorithm.optimizer_steps > 1:
                 with run.timed("logprobs"):
                     batches = policy.with_logprobs("old_logprobs_BK", batches)
@@ -104,8 +103,8 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
 
             # ---- Update.
             # One optimizer step a mini-batch; as many passes over all as asked for.
-            complete = not any(batch.left_out for batch in batches)
-            measured = UpdateMetrics(complete, every_token)
+            complete = not any(each.left_out for each in batches)
+            measured = UpdateMetrics(complete, everything)
             rate = optim.learning_rate(cfg.optim, step, cfg.steps)
             optim.set_learning_rate(policy.optimizer, rate)
             indices = [group.problem.index for group in sampled]
@@ -156,7 +155,7 @@ def replace_equal(
 ) -> list[Group]:
     """Dynamic sampling (DAPO): more groups, in place of those rewarded all alike."""
     for _ in range(cfg.algorithm.dynamic_sampling):
-        teaching = informative(rewards_of(groups, cfg)).sum().item()
+        teaching = int(informative(rewards_of(groups, cfg)).sum())
         lacking = cfg.prompts_per_step - teaching
         known = [group.problem for group in groups]
         problems = further(task.train, lacking, known, run.step, cfg.seed)
@@ -188,9 +187,8 @@ def compare(groups: list[Group], policy: Policy, cfg: GRPOConf) -> list[list[Doc
         weights = token_weights(counted, cfg.algorithm.aggregation, room)
         rollouts = [r for group in groups[share] for r in group.rollouts]
         documents = []
-        for r, a, w in zip(rollouts, scales, weights, strict=True):
-            place = len(documents)
-            documents.append(Document(rollout=r, advantage=a, weight=w, index=place))
+        for n, (r, a, w) in enumerate(zip(rollouts, scales, weights, strict=True)):
+            documents.append(Document(rollout=r, advantage=a, weight=w, index=n))
         mini_batches.append(documents)
     return mini_batches
 
@@ -198,11 +196,10 @@ def compare(groups: list[Group], policy: Policy, cfg: GRPOConf) -> list[list[Doc
 def counted_tokens(
     groups: list[Group], rewards_PG: torch.Tensor, policy: Policy, cfg: GRPOConf
 ) -> torch.Tensor:
-    """The tokens of each completion that count in the loss [P, G]: all, or 0.
+    """How many tokens of each completion count in the loss [P, G]: all, or none.
 
-    Those of a completion do not count that could not be scored (its reward is NaN),
-    that is beyond the model's positions, or that was cut off where
-    algorithm.mask_truncated leaves such completions out.
+    None count of a completion that has no score (NaN) or is beyond the model's
+    positions, and with algorithm.mask_truncated none of one that was cut off.
     """
     counted_PG = torch.tensor([group.trained_tokens for group in groups])
     counted_PG[rewards_PG.isnan()] = 0
@@ -228,7 +225,7 @@ def watch(
 def update(
     mini_batch: MiniBatch, policy: Policy, measured: UpdateMetrics, cfg: GRPOConf
 ) -> tuple[float | None, list[torch.Tensor]]:
-    """One optimizer step on micro-batches, of which each rank has equally many.
+    """One optimizer step on micro-batches; each rank has equally many.
 
     Returns the gradient's norm, None where all ranks skipped the step because it was
     not finite, and the token losses [B, K] of each of this rank's micro-batches.

@@ -2,8 +2,8 @@
 
     python recipes/sft.py model=qwen3_5_dense task=jsonl task.path=train.jsonl
 
-Packing, sharding, normalisation, checkpoints and metrics are those of
-recipes/grpo.py; `make tiny` warm-starts the embedded models with this recipe.
+It shares packing, sharding, normalisation, checkpoints and metrics with
+recipes/grpo.py. `make tiny` warm-starts the embedded models with this recipe.
 
 Shape suffixes (CONTRIBUTING.md has them all): B rows of a micro-batch, K tokens of
 it that are predicted.

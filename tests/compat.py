@@ -15,8 +15,14 @@ from packaging.version import Version
 from posttrain.models.gdn_packing import SUPPORTED
 
 FOLDER = ROOT / ".venv-compat"
-NAMES = ("test_gdn_packing", "test_packed_*", "test_packing", "test_shrink")
-TESTS = [path for name in NAMES for path in sorted(ROOT.glob(f"tests/{name}.py"))]
+NAMES = (
+    "models/packed/test_*",
+    "models/test_gdn_packing",
+    "models/test_shrink",
+    "packing/test_rows",
+    "packing/test_gaps",
+)
+TESTS = [path for name in NAMES for path in sorted(ROOT.glob(f"tests/models/{name}.py"))]
 REFUSED = """
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 from posttrain.errors import UserError

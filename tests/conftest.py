@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,3 +81,45 @@ def grpo(tmp_path_factory):
         return done[overrides]
 
     return run
+
+
+class Device:
+    """A device module that says its name and size, in place of torch.cuda on a machine without a GPU."""
+
+    def __init__(self, name, processors):
+        self.name, self.processors = name, processors
+
+    def get_device_name(self, device):
+        return self.name
+
+    def get_device_properties(self, device):
+        return SimpleNamespace(multi_processor_count=self.processors)
+
+
+@pytest.fixture
+def gpu_called(monkeypatch):
+    import torch
+
+    def call(name, processors=10_000):
+        monkeypatch.setattr(torch, "get_device_module", lambda device: Device(name, processors))
+        return torch.device("cuda", 0)
+
+    return call
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """This process is the only rank of a run; afterwards it is as before."""
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState
+
+    from posttrain.command.rank import start_process_group
+
+    before = dict(os.environ)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    start_process_group(60, dist.FileStore(str(tmp_path / "store"), 1))
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    dist.destroy_process_group()
+    os.environ.clear()
+    os.environ |= before

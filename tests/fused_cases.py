@@ -10,13 +10,13 @@ import inspect
 
 import torch
 import torch.nn.functional as F
+from packing_cases import OUT_OF_ORDER as DOCUMENTS
+from packing_cases import without_boundaries
 from transformers import AutoModelForCausalLM, KimiLinearConfig, Qwen3_5TextConfig
 
 from posttrain.models.gdn_packing import PackingLeak, boundaries, patch, verify
 from posttrain.models.packed import dispatch
-from posttrain.models.packed.boundaries import BOUNDARIES
 
-DOCUMENTS = (13, 1, 2, 65, 17, 64)  # shorter than the convolution, around the chunk of 64
 SHAPE = dict(vocab_size=97, hidden_size=64, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2)
 SHAPE |= dict(initializer_range=0.1, pad_token_id=None, bos_token_id=None, eos_token_id=None)
 SHAPE |= dict(layer_types=["linear_attention", "full_attention"])
@@ -209,15 +209,10 @@ def forgetful_model(name: str, device: str = "cpu") -> dict:
     """The same row when the delta rule's boundaries are lost on the way, and what `verify` then says."""
     model, module = build(name, device), module_of(name)
     function = getattr(module, RULES[name])
-
-    def forgetful(*args, **kwargs):
-        return function(*args, **{key: kwargs[key] for key in kwargs if key not in BOUNDARIES})
-
-    forgetful.kernel_for = function.kernel_for
     ids = torch.randint(97, (1, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(1)).to(device)
     with kernels(device, fused=True), torch.no_grad():
         packed = model(input_ids=ids, **boundaries(DOCUMENTS, device)).logits
-        setattr(module, RULES[name], forgetful)
+        setattr(module, RULES[name], without_boundaries(function))
         try:
             leaking = model(input_ids=ids, **boundaries(DOCUMENTS, device)).logits
             verify(model)

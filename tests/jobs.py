@@ -1,18 +1,32 @@
 """Several jobs of a recipe one after the other on the same ranks: to start ranks costs more than a small job.
 
 What a command does beyond this (Hydra, the run directory, watching the ranks) has tests of its own.
+
+A fault is a function of this file: it puts a policy, a task or a sampler that misbehaves, or one that says what it is
+asked for, in the place of the real one, where the recipe asks for it. The recipe's own mathematics is never replaced.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
+import torch
+import torch.distributed as dist
 from conftest import ROOT, SMALL, Run
+
+from posttrain.config import SamplerName
+from posttrain.records import Rollout
+from posttrain.rollout.sampler import SAMPLERS, Local
+from posttrain.tasks import Task
+from posttrain.training.policy import Policy
 
 
 def run_jobs(directory: Path, *jobs: Sequence[str], nproc: int = 1, fault: str = "", recipe: str = "grpo") -> list[Run]:
@@ -55,144 +69,198 @@ def values(recipe: str, overrides: Sequence[str]) -> dict:
         return OmegaConf.to_container(compose(recipe, list(overrides)), resolve=True, enum_to_str=True)
 
 
-def nan_on_the_last_rank(recipe) -> None:
-    """Its losses of the second optimizer step are NaN. Says whether weights and optimizer state stayed as they were."""
-    import torch
-    import torch.distributed as dist
+class WatchedOptimizer:
+    """Counts optimizer steps, and says of each whether it was taken, and whether weights and state stayed as is."""
 
-    real_terms, real_step, steps = recipe.losses.policy_terms, recipe.optim.step, []
+    def __init__(self, policy: Policy) -> None:
+        self.model, self.optimizer = policy.model, policy.optimizer
+        self.ended, self.taken, self.before = 0, False, self._state()
 
-    def terms(logprobs_BK, *rest):
-        broken = len(steps) == 1 and dist.get_rank() == dist.get_world_size() - 1
-        return real_terms(logprobs_BK * torch.nan if broken else logprobs_BK, *rest)
+    def __getattr__(self, name: str):
+        return getattr(self.optimizer, name)
 
-    def step(accelerator, model, optimizer, *rest):
-        def state():
-            values = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
-            return [(v.to_local() if hasattr(v, "to_local") else v).detach().clone() for v in values]
+    def _state(self) -> list[torch.Tensor]:
+        held = [*self.model.parameters(), *(v for s in self.optimizer.state.values() for v in s.values())]
+        return [(v.to_local() if hasattr(v, "to_local") else v).detach().clone() for v in held]
 
-        before = state()
-        norm = real_step(accelerator, model, optimizer, *rest)
-        after = state()
-        same = len(before) == len(after) and all(map(torch.equal, before, after))
-        steps.append(norm)
-        print(f"optimizer step {len(steps)} on rank {dist.get_rank()}: taken {norm is not None}, unchanged {same}")
-        return norm
+    def step(self) -> None:
+        self.taken = True
+        self.optimizer.step()
 
-    recipe.losses.policy_terms, recipe.optim.step = terms, step
+    def zero_grad(self) -> None:
+        # Each optimizer step ends with this call, also one that is skipped.
+        self.optimizer.zero_grad()
+        before, self.before = self.before, self._state()
+        same = len(before) == len(self.before) and all(map(torch.equal, before, self.before))
+        self.ended += 1
+        print(f"optimizer step {self.ended} on rank {dist.get_rank()}: taken {self.taken}, unchanged {same}")
+        self.taken = False
 
 
-def infinite_gradient_in_the_second_step(recipe) -> None:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Watched(Policy):
+    """A policy whose logprobs go through `change`, with the number of the optimizer step, from 1."""
+
+    change: Callable[[torch.Tensor, int], torch.Tensor] = lambda logprobs_BK, number: logprobs_BK
+
+    def logprobs(self, row, entropy_gradient=False):
+        logprobs_BK, entropy_BK = Policy.logprobs(self, row, entropy_gradient)
+        return self.change(logprobs_BK, self.optimizer.ended + 1), entropy_BK
+
+    def pack(self, documents, *options):
+        by_group: dict[int, list[float]] = {}
+        for document in documents:
+            by_group.setdefault(document.rollout.group, []).append(document.advantage)
+        print("advantages", json.dumps(list(by_group.values())))
+        asked = [(d.rollout.group, d.rollout.ids[: d.rollout.turns[0][0]]) for d in documents]
+        print("prompts", json.dumps(sorted(set(asked))))
+        return Policy.pack(self, documents, *options)
+
+
+def watch_policy(recipe: ModuleType, kind: type[Watched] = Watched, **options) -> None:
+    """The recipe's policy becomes one of this kind."""
+    prepare = recipe.prepare
+
+    def watched(cfg) -> Watched:
+        policy = prepare(cfg)
+        learner = dataclasses.replace(policy.learner, optimizer=WatchedOptimizer(policy))
+        held = {field.name: getattr(policy, field.name) for field in dataclasses.fields(Policy)}
+        return kind(**held | {"learner": learner} | options)
+
+    recipe.prepare = watched
+
+
+def watched_policy(recipe: ModuleType) -> None:
+    """No fault: says what each optimizer step is asked for, and what it did."""
+    watch_policy(recipe)
+
+
+def nan_on_the_last_rank(recipe: ModuleType) -> None:
+    """Its logprobs, and so its losses, of the second optimizer step are NaN."""
+
+    def change(logprobs_BK, number):
+        broken = number == 2 and dist.get_rank() == dist.get_world_size() - 1
+        return logprobs_BK * torch.nan if broken else logprobs_BK
+
+    watch_policy(recipe, change=change)
+
+
+def infinite_loss_on_the_last_rank(recipe: ModuleType) -> None:
+    """In the second optimizer step. The gradient of fine-tuning, whose loss is the logprob itself, stays finite."""
+
+    def change(logprobs_BK, number):
+        broken = number == 2 and dist.get_rank() == dist.get_world_size() - 1
+        return logprobs_BK + torch.inf if broken else logprobs_BK
+
+    watch_policy(recipe, change=change)
+
+
+class Explode(torch.autograd.Function):
+    """The same value, and a gradient that is not finite."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.inf
+
+
+def infinite_gradient_in_the_second_step(recipe: ModuleType) -> None:
     """Its loss is finite."""
-    import dataclasses
-
-    import torch
-
-    real, calls = recipe.losses.policy_terms, []
-
-    class Explode(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * torch.inf
-
-    def terms(*arguments):
-        found = real(*arguments)
-        calls.append(1)
-        return dataclasses.replace(found, loss_BK=Explode.apply(found.loss_BK)) if len(calls) == 2 else found
-
-    recipe.losses.policy_terms = terms
+    watch_policy(recipe, change=lambda logprobs, number: Explode.apply(logprobs) if number == 2 else logprobs)
 
 
-def nan_twice_in_a_row_and_again(recipe) -> None:
-    """In all optimizer steps but each third, of one micro-batch each."""
-    real, calls = recipe.losses.policy_terms, []
-
-    def terms(logprobs_BK, *rest):
-        calls.append(1)
-        return real(logprobs_BK * float("nan") if len(calls) % 3 else logprobs_BK, *rest)
-
-    recipe.losses.policy_terms = terms
+def nan_twice_in_a_row_and_again(recipe: ModuleType) -> None:
+    """In all optimizer steps but each third."""
+    watch_policy(recipe, change=lambda logprobs, number: logprobs * torch.nan if number % 3 else logprobs)
 
 
-def slow_packing(recipe) -> None:
-    import time
-
-    real = recipe.packing.plan
-    recipe.packing.plan = lambda *arguments: time.sleep(3) or real(*arguments)
+def nan_in_the_second_step(recipe: ModuleType) -> None:
+    watch_policy(recipe, change=lambda logprobs, number: logprobs * torch.nan if number == 2 else logprobs)
 
 
-def always_nan(recipe) -> None:
-    import torch
-
-    real = recipe.losses.policy_terms
-    recipe.losses.policy_terms = lambda logprobs_BK, *rest: real(logprobs_BK * torch.nan, *rest)
+def always_nan(recipe: ModuleType) -> None:
+    watch_policy(recipe, change=lambda logprobs, number: logprobs * torch.nan)
 
 
-def nan_logprobs_in_the_second_step(recipe) -> None:
-    real, calls = recipe.token_logprobs, []
-
-    def token_logprobs(*arguments):
-        logprobs_BK, entropy_BK = real(*arguments)
-        calls.append(1)
-        return (logprobs_BK * float("nan") if len(calls) == 2 else logprobs_BK), entropy_BK
-
-    recipe.token_logprobs = token_logprobs
+class SlowToPack(Watched):
+    def pack(self, documents, *options):
+        time.sleep(3)
+        return Watched.pack(self, documents, *options)
 
 
-def some_rewards_unscorable(recipe) -> None:
-    """Sample 0 of each group cannot be scored, and group 1 has one sample that can."""
-    real = recipe.make_task
-
-    def make_task(*arguments):
-        task, seen = real(*arguments), {}
-
-        class Broken:
-            train, heldout, dropped = task.train, task.heldout, task.dropped
-
-            @staticmethod
-            def score(rollout, tokenizer):
-                sample = seen[rollout.group] = seen.get(rollout.group, -1) + 1
-                scores = task.score(rollout, tokenizer)
-                return scores | {"total": float("nan")} if sample == 0 or rollout.group == 1 and sample < 3 else scores
-
-        return Broken
-
-    recipe.make_task = make_task
+def slow_packing(recipe: ModuleType) -> None:
+    watch_policy(recipe, SlowToPack)
 
 
-def empty_completions(recipe) -> None:
-    """As an engine returns them that strips the end token: every third completion."""
-    import dataclasses
+class SometimesUnscorable(Task):
+    """Of each training group sample 0 cannot be scored, and of group 1 only one sample can."""
 
-    real = recipe.generate
-
-    def generate(*arguments, **options):
-        return [
-            dataclasses.replace(r, completion_ids=(), logprobs=()) if n % 3 == 0 else r
-            for n, r in enumerate(real(*arguments, **options))
-        ]
-
-    recipe.generate = generate
+    def score(self, problem, rollout):
+        scores = Task.score(self, problem, rollout)
+        shown = self.train[problem.index] == problem
+        broken = rollout.sample == 0 or rollout.group == 1 and rollout.sample < 3
+        return scores | {"total": float("nan")} if shown and broken else scores
 
 
-def rewards_seen(recipe) -> None:
-    """Prints the rewards that each step computes advantages of."""
-    real = recipe.advantages
+def some_rewards_unscorable(recipe: ModuleType) -> None:
+    make_task = recipe.make_task
 
-    def advantages(rewards_PG, *rest):
-        print("rewards", rewards_PG.tolist())
-        return real(rewards_PG, *rest)
+    def broken(*arguments):
+        task = make_task(*arguments)
+        return SometimesUnscorable(**{field.name: getattr(task, field.name) for field in dataclasses.fields(Task)})
 
-    recipe.advantages = advantages
+    recipe.make_task = broken
+
+
+class Stripping(Local):
+    """Returns completions as an engine does that strips the end token: every third is empty."""
+
+    def collect(self, ticket):
+        return [self._stripped(r) if n % 3 == 0 else r for n, r in enumerate(Local.collect(self, ticket))]
+
+    @staticmethod
+    def _stripped(rollout: Rollout) -> Rollout:
+        first, _ = rollout.turns[0]
+        return Rollout.one_turn(
+            prompt_ids=rollout.ids[:first],
+            completion_ids=(),
+            logprobs=(),
+            finish_reason=rollout.finish_reason,
+            group=rollout.group,
+            sample=rollout.sample,
+        )
+
+
+def empty_completions(recipe: ModuleType) -> None:
+    SAMPLERS[SamplerName.local] = Stripping
+
+
+class Told(Local):
+    """Says what it is asked for, and of which weights it samples."""
+
+    def submit(self, problems, step):
+        asked = {place: problem.index for place, problem in problems.items()}
+        print(
+            f"asked on rank {dist.get_rank()}", json.dumps({"step": step, "problems": asked, "version": self.version})
+        )
+        return Local.submit(self, problems, step)
+
+    def collect(self, ticket):
+        rollouts = Local.collect(self, ticket)
+        versions = sorted({version for rollout in rollouts for version in rollout.versions if version >= 0})
+        print(f"collected on rank {dist.get_rank()}", json.dumps(versions))
+        return rollouts
+
+
+def told_sampler(recipe: ModuleType) -> None:
+    """No fault: says what the sampler is asked for."""
+    SAMPLERS[SamplerName.local] = Told
 
 
 def main(order: Path) -> None:
-    import torch
-    import torch.distributed as dist
     from accelerate.state import AcceleratorState
 
     from posttrain.command import rank

@@ -9,10 +9,10 @@ import statistics
 import torch
 
 from posttrain.config import Architecture, ArithmeticConf, ModelConf, RolloutConf, TaskName
-from posttrain.tasks import batch, make_task
 from posttrain.models import gdn_packing
 from posttrain.models.loading import end_token_ids, load
 from posttrain.rollout.local import generate
+from posttrain.tasks import batch, make_task
 
 LR, PROMPTS, GROUP, MAX_NEW_TOKENS = 1e-3, 4, 4, 8  # as in conftest.SMALL and the task
 
@@ -52,17 +52,20 @@ def advantages_of(rewards: list[list[float]], lengths: list[list[int]], variant:
 
 
 def logprobs_and_entropy(model, rollout, temperature=1.0):
-    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(rollout.prompt_ids) - 1 : -1]
+    ids, (first, _) = torch.tensor([rollout.ids]), rollout.turns[0]
+    logits = model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1]
     table = (logits / temperature).log_softmax(-1)
-    return table.gather(1, torch.tensor(rollout.completion_ids)[:, None])[:, 0], -(table.exp() * table).sum(-1)
+    return table.gather(1, ids[0, first:, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
 def reference(
     steps=2, prompts=PROMPTS, updates=1, mini_batches=1, family="qwen3_5_dense", variant="grpo", max_norm=1.0,
     kl=0.0, entropy=0.0, refresh_every=0, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, mask_truncated=False,
 ):  # fmt: skip
-    """A dict of metrics for each step; loss and norm are means over the step's optimizer steps."""
+    """A dict of metrics for each step; loss and norm are means over the step's optimizer steps.
+
+    entropy and kl are means over all tokens that count, trained/entropy over those that have a gradient.
+    """
     model, tokenizer = load(ModelConf(architecture=Architecture(family)))
     gdn_packing.patch(model)
     start = copy.deepcopy(model)
@@ -74,15 +77,15 @@ def reference(
         problems = list(enumerate(batch(task.train, prompts, step, seed=0)))
         rollouts = generate(model, problems, cfg, key=(0, 0, step), end_ids=end_ids, pad_id=tokenizer.pad_token_id)
         groups = [rollouts[n : n + GROUP] for n in range(0, len(rollouts), GROUP)]
-        rewards, lengths = [], [[len(r.completion_ids) for r in group] for group in groups]
-        for group in groups:
+        rewards, lengths = [], [[len(r.written) for r in group] for group in groups]
+        for (_, problem), group in zip(problems, groups, strict=True):
             rewards.append([])
             for rollout in group:
-                text, ended = tokenizer.decode(rollout.completion_ids, skip_special_tokens=True), rollout.finished
+                text, ended = tokenizer.decode(rollout.written, skip_special_tokens=True), rollout.finished
                 integer = text.strip().lstrip("-").isdigit()
-                reward = 0.9 * (ended and text.strip() == rollout.answer) + 0.1 * (ended and integer)
+                reward = 0.9 * (ended and text.strip() == problem.answer) + 0.1 * (ended and integer)
                 if variant == "dapo":  # the last fifth of the room
-                    reward -= max(0.0, len(rollout.completion_ids) - 0.8 * MAX_NEW_TOKENS) / (0.2 * MAX_NEW_TOKENS)
+                    reward -= max(0.0, len(rollout.written) - 0.8 * MAX_NEW_TOKENS) / (0.2 * MAX_NEW_TOKENS)
                 rewards[-1].append(reward)
         counted = [
             [n if r.finished or not mask_truncated else 0 for n, r in zip(ns, group, strict=True)]
@@ -92,7 +95,7 @@ def reference(
         with torch.no_grad():
             old = [[logprobs_and_entropy(model, r, temperature)[0] for r in group] for group in groups]
             far = [[logprobs_and_entropy(start, r, temperature)[0] for r in group] for group in groups]
-        losses, norms, entropies, kls = [], [], [], []
+        losses, norms, entropies, of_trained, kls = [], [], [], [], []
         for n in [*range(mini_batches)] * updates:
             mine = range(n, len(groups), mini_batches)
             documents = [(g, i) for g in mine for i in range(GROUP) if counted[g][i]]
@@ -109,9 +112,10 @@ def reference(
                     loss = loss + token_losses.sum() / (len(documents) * max_new_tokens)
                 else:
                     loss = loss + token_losses.mean() / len(documents)
-                if abs(advantage) > 1e-9 or kl or entropy:  # what is computed
-                    entropies += h.tolist()
-                    kls += k3.tolist()
+                entropies += h.tolist()
+                kls += k3.tolist()
+                if abs(advantage) > 1e-9:
+                    of_trained += h.tolist()
             optimizer.zero_grad()
             loss.backward()
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
@@ -124,18 +128,23 @@ def reference(
                 "reward": statistics.mean(r for row in rewards for r in row),
                 "loss": statistics.mean(losses),
                 "grad_norm": statistics.mean(norms),
-                **({"entropy": statistics.mean(entropies)} if entropies else {}),
+                "entropy": statistics.mean(entropies),
                 **({"kl": statistics.mean(kls)} if kl else {}),
+                **({"trained/entropy": statistics.mean(of_trained)} if of_trained and not (kl or entropy) else {}),
+                "all trained": len(of_trained) == len(entropies) or bool(kl or entropy),
             }
         )
     return rows
 
 
-def assert_equals(run, rows, tolerance=1e-4):
+def assert_equals(run, rows, tolerance=1e-4, full_every=10):
+    """Each record has the reference's values. `entropy` is there in full steps, and where all tokens have a gradient."""
     assert run.returncode == 0, run.output
     assert len(run.training) == len(rows)
-    for record, row in zip(run.training, rows, strict=True):
+    for step, (record, row) in enumerate(zip(run.training, rows, strict=True)):
         assert record["reward"] == record["reward"] and abs(record["reward"] - row["reward"]) < 1e-6
-        for name in row.keys() - {"reward", "grad_norm"}:
+        complete = row["all trained"] or bool(full_every) and step % full_every == 0
+        assert ("entropy" in record) == complete and ("trained/entropy" in record) == ("trained/entropy" in row), step
+        for name in row.keys() - {"reward", "grad_norm", "all trained"} - (set() if complete else {"entropy"}):
             assert abs(record[name] - row[name]) <= tolerance, (name, record[name], row[name])
         assert abs(record["grad_norm"] - row["grad_norm"]) <= 1e-3 * row["grad_norm"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain.advantages import advantages, informative, overlong_penalty, token_weights
-from posttrain.config.algorithm import AdvantageScale, Aggregation, Baseline, AlgorithmConf, OverlongConf
+from posttrain.config.algorithm import AdvantageScale, Aggregation, AlgorithmConf, Baseline, OverlongConf
 
 NAN = float("nan")
 REWARDS = [

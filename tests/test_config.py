@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 
 from posttrain.command import cli
 from posttrain.config import RECIPES, FSDPConf, GRPOConf, JobConf, Strategy, hybrid_shard_size
-from posttrain.errors import UserError
 from posttrain.config.rules import problems
 from posttrain.config.validation import typed
+from posttrain.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"

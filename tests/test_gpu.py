@@ -7,12 +7,14 @@ import fused_cases
 import pytest
 import torch
 from conftest import SMALL, command
+from packing_cases import LONGER_THAN_A_BLOCK, MIXED, ONE_TOKEN_EACH, OUT_OF_ORDER
 
 from posttrain import logprobs, packing
 from posttrain.config import Architecture, ModelConf, PackingConf, PackingMode
-from posttrain.models import gdn_packing
-from posttrain.models.loading import load
 from posttrain.metrics.peaks import peak_tflops
+from posttrain.models import gdn_packing
+from posttrain.models.head import find_head
+from posttrain.models.loading import load
 from posttrain.records import Rollout
 
 pytestmark = [
@@ -38,7 +40,7 @@ def test_packing_cannot_leak_on_the_device(architecture, dtype):
 def test_the_device_agrees_with_the_cpu(architecture):
     model, _ = load(ModelConf(architecture=architecture))
     gdn_packing.patch(model, "cpu")
-    lengths = [1, 2, 13, 17, 64, 65]
+    lengths = MIXED
     ids = torch.randint(0, 256, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted = model(input_ids=ids, **gdn_packing.boundaries(lengths, "cpu")).logits
@@ -51,12 +53,12 @@ def test_the_device_agrees_with_the_cpu(architecture):
 def test_logprobs_by_chunks_equal_full_logits(architecture, dtype, monkeypatch):
     model, _ = load(ModelConf(architecture=architecture))
     gdn_packing.patch(model, "cuda")
-    head = logprobs.find_head(model)
+    head = find_head(model)
     assert head.linear is not None, head.description
     model = model.to("cuda", dtype)
     rollouts = [
-        Rollout(
-            prompt_ids=(5, 6), completion_ids=ids, logprobs=(0.0,) * len(ids), finish_reason="stop", group=0, answer=""
+        Rollout.one_turn(
+            prompt_ids=(5, 6), completion_ids=ids, logprobs=(0.0,) * len(ids), finish_reason="stop", group=0
         )
         for ids in ((7,), tuple(range(20, 90)))
     ]
@@ -81,7 +83,7 @@ def assert_each_document_alone(found, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lengths", [fused_cases.DOCUMENTS, (1,) * 64], ids=["mixed", "one_token_each"])
+@pytest.mark.parametrize("lengths", [OUT_OF_ORDER, ONE_TOKEN_EACH], ids=["mixed", "one_token_each"])
 @pytest.mark.parametrize(("name", "kernel"), [("qwen3_5", "chunk_gated_delta_rule"), ("kimi_linear", "chunk_kda")])
 def test_fused_delta_rules_equal_each_document_alone(name, kernel, lengths, dtype):
     found = fused_cases.delta_rule(name, lengths, "cuda", dtype)
@@ -90,7 +92,7 @@ def test_fused_delta_rules_equal_each_document_alone(name, kernel, lengths, dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lengths", [fused_cases.DOCUMENTS, (1,) * 64, (3, 3, 1, 2, 4099)], ids=len)
+@pytest.mark.parametrize("lengths", [OUT_OF_ORDER, ONE_TOKEN_EACH, LONGER_THAN_A_BLOCK], ids=len)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("by_fla", [False, True])
 def test_fused_convolutions_equal_each_document_alone(by_fla, bias, lengths, dtype):
@@ -135,8 +137,8 @@ def test_a_packed_forward_never_waits_for_the_device(name, no_waiting):
     """Of rows with the same boundaries: the first one copies its indices from the host and tunes the kernels."""
     model = fused_cases.build(name, "cuda") if name == "kimi_linear" else load(ModelConf(architecture=name))[0].cuda()
     gdn_packing.patch(model, "cuda")
-    where = gdn_packing.boundaries(fused_cases.DOCUMENTS, "cuda")
-    ids = torch.arange(sum(fused_cases.DOCUMENTS), device="cuda")[None] % 97
+    where = gdn_packing.boundaries(OUT_OF_ORDER, "cuda")
+    ids = torch.arange(sum(OUT_OF_ORDER), device="cuda")[None] % 97
     model(input_ids=ids, **where).logits.sum().backward()
     torch.cuda.synchronize()
     no_waiting()

@@ -18,12 +18,12 @@ import pytest
 from posttrain.config.algorithm import (
     AdvantageScale,
     Aggregation,
+    AlgorithmConf,
     Baseline,
     CorrectionConf,
     CorrectionLevel,
     CorrectionMode,
     KLConf,
-    AlgorithmConf,
     OverlongConf,
     Ratio,
     Surrogate,

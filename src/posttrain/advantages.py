@@ -105,7 +105,7 @@ def _deviation(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def _whitened(values_PG: torch.Tensor, lengths_PG: torch.Tensor) -> torch.Tensor:
-    """Mean 0 and variance 1 over tokens, of which each completion has as many as `lengths_PG` says."""
+    """Mean 0 and variance 1 over tokens; each completion has as many tokens as `lengths_PG` says."""
     tokens_PG = lengths_PG.double().masked_fill(values_PG.isnan(), 0.0)
     tokens = tokens_PG.sum()
     mean = (tokens_PG * values_PG).nansum() / tokens.clamp(min=1)

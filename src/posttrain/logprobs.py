@@ -32,7 +32,8 @@ def token_logprobs(
     `model` may be wrapped (FSDP2, DDP); `head` is what `find_head` said of it before. Logprobs have a gradient,
     entropies with `entropy_gradient`. Only the positions that predict a completion token go through the head.
     """
-    if head.linear is None:
+    linear = head.linear
+    if linear is None:
         logits_BKV = at_positions(model(**row.model_inputs()).logits, row.kept_K).float() / temperature
         normalizer_BK = logits_BKV.logsumexp(-1)
         logprobs_BK = logits_BKV.gather(-1, row.targets_BK[..., None]).squeeze(-1) - normalizer_BK
@@ -42,17 +43,20 @@ def token_logprobs(
     calls: list[Tensor] = []
 
     def forward(hidden_BTD: Tensor) -> Tensor:
-        tensors = at_positions(hidden_BTD, row.kept_K), head.linear.weight, head.linear.bias
+        hidden_BKD, weight_VD = at_positions(hidden_BTD, row.kept_K), linear.weight
+        bias_V: Tensor | None = linear.bias
         if torch.is_autocast_enabled(hidden_BTD.device.type):  # what nn.Linear would do
             dtype = torch.get_autocast_dtype(hidden_BTD.device.type)
-            tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+            hidden_BKD, weight_VD = hidden_BKD.to(dtype), weight_VD.to(dtype)
+            bias_V = None if bias_V is None else bias_V.to(dtype)
         change = temperature, head.scale, head.cap
-        values_BK2 = torch.stack(linear_logprobs(*tensors, row.targets_BK, *change, entropy_gradient), -1)
+        tensors = hidden_BKD, weight_VD, bias_V, row.targets_BK
+        values_BK2 = torch.stack(linear_logprobs(*tensors, *change, entropy_gradient), -1)
         calls.append(values_BK2.detach())
         # Zero, with the gradient of the values: what the model does to logits leaves it zero, and scales the gradient.
         return values_BK2 - calls[-1]
 
-    with forwards_replaced({head.linear: forward}):
+    with forwards_replaced({linear: forward}):
         zeros_BK2 = model(**row.model_inputs()).logits
     (values_BK2,) = calls  # one call of the head, as find_head saw
     logprobs_BK, entropy_BK = (values_BK2 + zeros_BK2 / head.scale).unbind(-1)
@@ -147,7 +151,13 @@ class _LinearLogprobs(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_VD, grad_bias_V, None, None, None
 
 
-def _logits(hidden_ND, weight_VD, bias_V, chunk: slice, change: tuple) -> Tensor:
+def _logits(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    chunk: slice,
+    change: tuple[float, float, float | None, bool],
+) -> Tensor:
     """y [N, v] of one chunk, in fp32 (of fp64: fp64)."""
     temperature, scale, cap, _ = change
     y_Nv = F.linear(hidden_ND, weight_VD[chunk], None if bias_V is None else bias_V[chunk])

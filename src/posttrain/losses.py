@@ -38,7 +38,7 @@ def policy_terms(logprobs_BK: torch.Tensor, entropy_BK: torch.Tensor, row: Packe
 
     The policy term is the surrogate, times the correction's weight, or 0 where the off-policy mask applies: as in TRL
     and verl neither touches penalty and bonus, and what is masked still counts in the normalisation. Without old
-    logprobs in `row` they are `logprobs_BK` themselves: the ratio is exactly 1, its gradient that of the logprob.
+    logprobs in `row` they are `logprobs_BK` themselves: the ratio is exactly 1, and its gradient is the logprob's.
 
     The metrics clip_ratio/low_mean and high_mean count tokens whose gradient the clip takes away; under cispo those
     whose weight it bounds, whatever the advantage's sign; sapo has none. A completion's ratio counts on each of its
@@ -98,7 +98,7 @@ def over_completions(log_ratio_BK: torch.Tensor, level: Ratio, row: PackedRow) -
     """Token log-ratios as they are, or their mean or sum over a completion's trained tokens, on each of these [B, K].
 
     Mean: GSPO (arXiv:2507.18071). Sum: the log-ratio of whole completions (RLOO). The gradient goes through all tokens.
-    Since weights are equal within a completion, summed over it it is that of GSPO's token variant, whose ratio is
+    Weights are equal within a completion, so the gradient summed over it equals GSPO's token variant, with the ratio
     sg(s) pi / sg(pi) (verl's compute_policy_loss_gspo).
     """
     if level is Ratio.token:
@@ -141,8 +141,10 @@ def cispo(
 
 def sapo(ratio_BK: torch.Tensor, advantages_BK: torch.Tensor, cfg: AlgorithmConf) -> torch.Tensor:
     """SAPO's loss -A sigmoid(tau (r - 1)) 4 / tau, with tau by the sign of A (arXiv:2511.20347)."""
-    positive, negative = (torch.full_like(ratio_BK, tau) for tau in (cfg.sapo_tau_positive, cfg.sapo_tau_negative))
-    tau_BK = positive.where(advantages_BK > 0, negative)
+    if cfg.sapo_tau_positive is None or cfg.sapo_tau_negative is None:
+        raise ValueError("sapo needs a tau for positive and one for negative advantages")
+    positive_BK = torch.full_like(ratio_BK, cfg.sapo_tau_positive)
+    tau_BK = positive_BK.where(advantages_BK > 0, cfg.sapo_tau_negative)
     return -advantages_BK * (tau_BK * (ratio_BK - 1)).sigmoid() * 4 / tau_BK
 
 

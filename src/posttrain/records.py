@@ -54,12 +54,12 @@ class Rollout:
     Raises ValueError where the entries do not fit the ids, or the first token, which nothing predicts, is trained on.
     """
 
-    group: int  # the problem's place among those of the step; its samples share it
+    group: int  # the problem's place in the step; its samples share it
     sample: int  # number within the group
     ids: tuple[int, ...]
     trained: tuple[bool, ...]  # does the loss count the token?
     logprobs: tuple[float, ...]  # of the distribution that the token was sampled from; 0 where it was not
-    versions: tuple[int, ...]  # optimizer steps before the weights that sampled the token; -1 where it was not sampled
+    versions: tuple[int, ...]  # the step whose weights sampled the token, from 0; -1 where it was not sampled
     turns: tuple[tuple[int, int], ...]  # first and end position of each turn that the model wrote
     finish_reason: str  # "stop": an end token was sampled; "length": the room for new tokens was used up
     trained_tokens: int = field(init=False)
@@ -84,7 +84,7 @@ class Rollout:
         sample: int = 0,
         version: int = 0,
     ) -> Rollout:
-        """A prompt and its completion, all of which is trained on and was sampled with weights of one version."""
+        """A prompt and its completion: the whole completion is trained on, and weights of one version sampled it."""
         first, count = len(prompt_ids), len(completion_ids)
         return cls(
             group=group,
@@ -141,7 +141,7 @@ class Document:
     rollout: Rollout
     advantage: float
     weight: float  # of each trained token in the loss; 0 leaves the document out
-    index: int  # place in the mini-batch, by which a result finds its document on any rank
+    index: int  # place in the mini-batch: a result finds its document by it, on any rank
 
     def __len__(self) -> int:
         return len(self.rollout)

@@ -47,8 +47,14 @@ class Run:
             **policy.facts,
             "world_size": dist.get_world_size(),
             "task": {"train": len(task.train), "heldout": len(task.heldout), "dropped": task.dropped},
+            "optim": {key: getattr(cfg.optim, key) for key in ("lr", "schedule", "warmup_steps")},
+            "every": {
+                "evaluation": cfg.evaluation.every if cfg.evaluation.prompts else 0,
+                "checkpoint": cfg.checkpoint.every,
+            },
         }
         if isinstance(cfg, GRPOConf):
+            self.facts["max_staleness"] = cfg.rollout.max_staleness
             room = packing.short_of_room(task.train, cfg.rollout.max_new_tokens, policy.longest)
             self.facts["packing"] = policy.facts["packing"] | {
                 "warnings": [*policy.facts["packing"]["warnings"], *room]

@@ -22,10 +22,11 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 
 from posttrain.command import launch, rank
 from posttrain.command.explain import complain, help_text
+from posttrain.command.renamed import renamed
 from posttrain.config import RECIPES, TASKS, JobConf
 from posttrain.config.algorithm_rules import idle
 from posttrain.config.rules import problems
@@ -55,6 +56,7 @@ def main(recipe_file: str) -> NoReturn:
 def _read_command_line(recipe: Path, run_job: Callable[[DictConfig], int]) -> int:
     """Let Hydra call `run_job` for every job; the exit status, after saying why it is not 0."""
     conf = recipe.parents[1] / "conf"
+    sys.argv[1:] = renamed(sys.argv[1:])
     if {"-h", "--help"} & set(sys.argv):
         print(help_text(recipe.stem, conf))
         return 0
@@ -100,9 +102,14 @@ def _declare(recipe: str) -> None:
     store.store(f"{recipe}_schema", RECIPES[recipe])
     for name, schema in TASKS.items():
         store.store(f"{name}_task", schema)
-    OmegaConf.register_new_resolver(
-        "when_embedded", lambda path, tiny, real: tiny if path is None else real, replace=True
-    )
+    OmegaConf.register_new_resolver("when_embedded", _when_embedded, replace=True)
+
+
+def _when_embedded(path: str | None, tiny: Any, *real: Any, _parent_: DictConfig, _node_: Node) -> Any:
+    """${when_embedded:${model.path},TINY}: TINY for the embedded model, else the schema's default; or a third value."""
+    if path is None:
+        return tiny
+    return real[0] if real else OmegaConf.structured(OmegaConf.get_type(_parent_))[_node_._key()]
 
 
 def _launch(recipe: Path, cfg: DictConfig) -> int:

@@ -13,13 +13,14 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from posttrain.config import TASKS
-from posttrain.config.validation import did_you_mean, every_key, no_such_key
+from posttrain.config import RECIPES, TASKS
+from posttrain.config.meanings import rows
+from posttrain.config.validation import RENAMED, did_you_mean, every_key, no_such_key
 from posttrain.errors import UserError
 
 
 def help_text(recipe: str, conf: Path) -> str:
-    """The comment at the head of conf/<recipe>.yaml, its groups with the default first, and its keys.
+    """The comment at the head of conf/<recipe>.yaml, its groups with the default first, its keys and their meanings.
 
     Hydra's own --help takes a second and a half: it copies its whole store four times a group.
     """
@@ -32,20 +33,29 @@ def help_text(recipe: str, conf: Path) -> str:
             options = sorted(file.stem for file in (conf / group).glob("*.yaml"))
             if options:
                 groups[group] = ", ".join(sorted(options, key=lambda option: option != default))
-    keys = {group: ", ".join(value) for group, value in every_key(recipe).items() if isinstance(value, dict)}
-    top = ", ".join(key for key, value in every_key(recipe).items() if not isinstance(value, dict))
+    order = {group: number for number, group in enumerate(["", *groups])}
+    keys = sorted(_keys(recipe), key=lambda row: order.get(row[0].rpartition(".")[0].partition(".")[0], len(order)))
     return "\n".join(
         [
             *head,
             "\ngroup=option, the default first (experiment and sweep: none)",
             *(f"  {group:<12}{options}" for group, options in groups.items()),
-            "\ngroup.key=value",
-            *(f"  {group:<12}{names}" for group, names in keys.items()),
-            f"\nkey=value\n  {top}",
+            "\nkey=value, its default and meaning; an option may bring another default",
+            *(f"  {key:<34}{default:<20}{meaning}" for key, default, meaning in keys),
             "\n--cfg job  shows every value           -m           runs all combinations of a,b values",
             "--info     shows where they come from   --hydra-help the rest",
         ]
     )
+
+
+def _keys(recipe: str) -> list[tuple[str, str, str]]:
+    """Key, default and meaning of all values, and of the values that only some tasks have."""
+    found = rows(RECIPES[recipe])
+    for schema in dict.fromkeys(TASKS.values()):
+        tasks = " and ".join(name for name, each in TASKS.items() if each is schema)
+        own = [row for row in rows(schema, "task.") if row not in found]
+        found += [(key, default, f"{meaning} (task={tasks})") for key, default, meaning in own]
+    return found
 
 
 def complain(error: Exception, recipe: str, debug: bool) -> int:
@@ -75,6 +85,9 @@ def _explain(error: Exception, recipe: str) -> str:
     if found := re.search(r"Could not find '(.+)/(.+?)'\n\nAvailable options in .*:\n((?:\t.*\n)+)", text):
         group, option, options = found[1], found[2], found[3].split()
         return f"{group}={option}: no option{did_you_mean(option, options)} There are: {', '.join(options)}"
+    if (found := re.search(r"Could not (?:override|find) '/?(\w+)[/@']", text)) and found[1] in RENAMED:
+        new = RENAMED[found[1]]
+        return f"{file}the group {found[1]} is now {new}: type {new}=..., in a defaults list `override /{new}: ...`"
     found = re.search(r"Key '.+' not in '(\w+)'\n\s+full_key: (\S+)", text)
     if found and not found[2].startswith("hydra."):
         known = every_key(recipe)

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -127,6 +128,9 @@ def _run(recipe: Path, cfg: JobConf, run_dir: Path, store: Store) -> int:
         count = threads(cfg, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         os.environ["OMP_NUM_THREADS"] = str(count)
         torch.set_num_threads(count)
+        if not torch.cuda.is_available():
+            # flash-linear-attention says so when transformers imports it; the banner names the kernels in use.
+            warnings.filterwarnings("ignore", "Triton is not supported on current platform")
         start_process_group(cfg.launch.timeout_s, store)
         _import(recipe).train(cfg, run_dir)
     except BaseException as error:  # also a SystemExit: a recipe ends by returning

@@ -1,8 +1,11 @@
-"""The schema of every config group.
+"""The home of every value: its type, its default and its meaning, a line a value.
+
+A file of conf/ states only what its option changes: values that differ from the default here, follow from other values
+(`${when_embedded:...}`, `${task.max_new_tokens}`), or have none here (MISSING).
 
 Plain dataclasses: no torch and no Hydra, so that `--help` is instant and a rank can read a job without composing it.
-`cli.py` turns the command line into one of these, `rules.py` checks what spans fields, `conf/` has the values.
-A recipe `recipes/<name>.py` takes the root dataclass `RECIPES["<name>"]`.
+`command/cli.py` turns the command line into one of these, `rules.py` checks what spans fields. A recipe
+`recipes/<name>.py` takes the root dataclass `RECIPES["<name>"]`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from enum import StrEnum
 
 from posttrain.config.algorithm import AlgorithmConf
 
-MISSING = "???"  # OmegaConf's marker: the user must give a value
+MISSING = "???"  # OmegaConf's marker: an option of conf/, or the user, must give a value
 
 
 class Architecture(StrEnum):
@@ -63,48 +66,52 @@ class AnswerReward(StrEnum):
 
 @dataclass
 class ModelConf:
-    architecture: Architecture = MISSING
+    architecture: Architecture = MISSING  # what the weights must be; auto: any causal language model
     path: str | None = None  # hub name or local directory; null: the embedded tiny model of the architecture
     revision: str | None = None  # hub branch, tag or commit
     trust_remote_code: bool = False  # run Python code that comes with the weights
-    dtype: Dtype = Dtype.auto
+    dtype: Dtype = Dtype.auto  # of the computation; auto: bf16 on a GPU that has it, else fp32. Master weights are fp32
     attention: str = "auto"  # transformers' attn_implementation; auto: flash_attention_2 if it can run, else sdpa
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more time
 
 
 @dataclass
 class PackingConf:
-    mode: PackingMode = MISSING
-    tokens_per_row: int = 4096  # budget of a micro-batch; a longer document has its own, within the model's limit
+    mode: PackingMode = MISSING  # how documents fill a micro-batch
+    tokens_per_row: int = 4096  # budget of a micro-batch: its activations take memory. A longer document has its own
     pad_multiple: int = 1  # each row's length is rounded up to a multiple of this, by one padding document
     verify: bool = True  # thd only: prove at start, on a small copy of the layers, that documents do not leak
 
 
 @dataclass
 class FSDPConf:
-    strategy: Strategy = MISSING
+    strategy: Strategy = MISSING  # how parameters, gradients and optimizer state lie on the ranks
     shard_size: int | None = None  # ranks a shard group, hybrid_shard only; null: a node's, or half of all
 
 
 @dataclass
 class MetricsConf:
-    name: MetricsName = MISSING
+    name: MetricsName = MISSING  # mfu: model FLOPs utilisation, counted from the model's own modules
     peak_tflops: float | None = None  # dense peak of one device in TFLOP/s; null: from the device's name
     full_every: int = 10  # steps between those whose token metrics cover completions without a gradient too; 0: none
 
 
 @dataclass
 class TaskConf:
-    name: TaskName = MISSING
+    name: TaskName = MISSING  # where problems come from
     system_prompt: str | None = None  # put before each prompt through the tokenizer's chat template
     max_prompt_tokens: int = 1024  # longer prompts are dropped and counted, never cut
-    max_new_tokens: int = 16  # room for an answer; rollout.max_new_tokens follows it
+    max_new_tokens: int = 256  # room for an answer; rollout.max_new_tokens follows it
     reward_correct: float = 0.9  # weight of the answer reward
     reward_format: float = 0.1  # weight of the format reward
 
 
 @dataclass
 class ArithmeticConf(TaskConf):
+    """Sums of two numbers, made on the fly."""
+
+    max_prompt_tokens: int = 64  # longer prompts are dropped and counted, never cut
+    max_new_tokens: int = 8  # room for an answer; rollout.max_new_tokens follows it
     largest: int = 49  # operands are drawn from 0 to this
     seed: int = 0  # fixes the split into training and held-out problems, whatever the run's seed
     heldout: int = 256  # problems that training never shows
@@ -115,11 +122,11 @@ class FileConf(TaskConf):
     """Tasks read from files: gsm8k (the hub's openai/gsm8k or a local copy) and jsonl."""
 
     path: str = MISSING  # a .jsonl, .json, .csv or .parquet file; for gsm8k also a hub dataset
-    eval_path: str | None = None  # held-out file; null: the last `heldout` rows of path, kept out of training
-    heldout: int = 64
-    prompt_column: str = "prompt"
-    answer_column: str = "answer"
-    answer_reward: AnswerReward = AnswerReward.exact
+    eval_path: str | None = None  # held-out file; null: the last `heldout` rows of path, or the hub's test split
+    heldout: int = 64  # rows at the end of path that training never shows
+    prompt_column: str = "prompt"  # column of the prompts
+    answer_column: str = "answer"  # column of the answers
+    answer_reward: AnswerReward = AnswerReward.exact  # when a completion is right
 
 
 TASKS = {"arithmetic": ArithmeticConf, "gsm8k": FileConf, "jsonl": FileConf}
@@ -127,36 +134,38 @@ TASKS = {"arithmetic": ArithmeticConf, "gsm8k": FileConf, "jsonl": FileConf}
 
 @dataclass
 class SamplingConf:
-    top_p: float = 1.0
-    max_new_tokens: int = 16
+    top_p: float = 1.0  # the least probable tokens, beyond this sum of probabilities, are not sampled; 1: all are
+    max_new_tokens: int = 256  # the longest completion; conf/ lets it follow task.max_new_tokens
     batch_size: int = 256  # sequences decoded together on one rank, but at least one prompt's group
 
 
 @dataclass
 class RolloutConf(SamplingConf):
-    name: SamplerName = SamplerName.local
+    name: SamplerName = SamplerName.local  # local: the training model samples, in the same process
     group_size: int = 8  # completions a prompt
-    temperature: float = 1.0
+    temperature: float = 1.0  # logits are divided by this, in the sampler and in training
     max_staleness: int = 0  # steps that sampling is ahead of training, at most; never beyond a checkpoint
 
 
 @dataclass
 class OptimConf:
-    lr: float = 1e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    weight_decay: float = 0.0
+    """AdamW on fp32 master weights."""
+
+    lr: float = 1e-6  # the learning rate, after warmup
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])  # decay of the gradient's two averages, a step
+    weight_decay: float = 0.0  # on matrices only
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm; inf: never
     max_skipped: int = 5  # so many updates in a row whose loss or gradient is not finite stop the run
-    schedule: Schedule = Schedule.constant
-    warmup_steps: int = 0
+    schedule: Schedule = Schedule.constant  # of the learning rate after warmup; linear and cosine end at 0
+    warmup_steps: int = 10  # steps in which the learning rate grows from 0; 0: none
 
 
 @dataclass
 class LoggerConf:
-    name: LoggerName = MISSING
-    project: str = "posttrain"
+    name: LoggerName = MISSING  # where metrics go besides the run directory
+    project: str = "posttrain"  # of Weights & Biases
     run_name: str | None = None  # null: the run directory's name
-    mode: WandbMode = WandbMode.online
+    mode: WandbMode = WandbMode.online  # of wandb; offline: `wandb sync` later
 
 
 @dataclass
@@ -175,8 +184,8 @@ class CheckpointConf:
 
 @dataclass
 class EvaluationConf:
-    prompts: int = 128  # held-out prompts; 0: no evaluation
-    temperature: float = 0.0  # 0: greedy
+    prompts: int = 128  # held-out prompts; 0, in training: no evaluation
+    temperature: float = 0.0  # of the evaluation's sampling; 0: greedy
 
 
 @dataclass
@@ -193,7 +202,7 @@ class JobConf:
     rollout: SamplingConf = field(default_factory=SamplingConf)
     launch: LaunchConf = field(default_factory=LaunchConf)
     evaluation: EvaluationConf = field(default_factory=EvaluationConf)
-    seed: int = 0
+    seed: int = 0  # of weights, batches and samples
     debug: bool = False  # show Python tracebacks for every error
 
 
@@ -208,8 +217,8 @@ class TrainingConf(JobConf):
     metrics: MetricsConf = field(default_factory=MetricsConf)
     logger: LoggerConf = field(default_factory=LoggerConf)
     checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
-    steps: int = 200
-    resume: str | None = None  # auto: hydra.run.dir's newest checkpoint; or a run or checkpoint directory
+    steps: int = 200  # optimizer steps
+    resume: str | None = None  # auto: the newest checkpoint in this hydra.run.dir; or a run or checkpoint directory
 
 
 @dataclass
@@ -223,8 +232,8 @@ class SFTConf(TrainingConf):
 class GRPOConf(TrainingConf):
     rollout: RolloutConf = field(default_factory=RolloutConf)
     algorithm: AlgorithmConf = field(default_factory=AlgorithmConf)
-    steps: int = 350
-    prompts_per_step: int = 32  # prompts an optimizer step, over all ranks; any number, also below the ranks
+    steps: int = 350  # rollouts; each is one optimizer step, or algorithm.updates_per_rollout x mini_batches
+    prompts_per_step: int = 32  # over all ranks, any number; each prompt gets rollout.group_size completions
 
 
 EvaluateConf = JobConf

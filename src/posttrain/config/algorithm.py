@@ -1,6 +1,18 @@
-"""The schema of the algorithm group: independent switches, of which conf/algorithm/ has the published combinations.
+"""The algorithm group: independent switches, each with its default and meaning. The defaults together are GRPO.
 
-docs/algorithms.md has their equations. algorithm_rules.py says which combinations make no sense.
+GRPO is as in the paper (DeepSeekMath, arXiv:2402.03300), without its KL penalty (there 0.04). The published variants
+are files of conf/algorithm/, and each file states only what it changes here:
+
+    algorithm=grpo          nothing
+    algorithm=dr_grpo       advantage_scale, aggregation                        arXiv:2503.20783
+    algorithm=dapo          clip_high, aggregation, overlong, dynamic_sampling  arXiv:2503.14476
+    algorithm=gspo          ratio, and bounds to match                          arXiv:2507.18071
+    algorithm=cispo         surrogate, its bounds, aggregation                  arXiv:2506.13585
+    algorithm=sapo          surrogate, its steepness                            arXiv:2511.20347
+    algorithm=rloo          advantage_baseline, advantage_scale, ratio          arXiv:2402.14740
+    algorithm=reinforce_pp  advantage_scale, aggregation                        arXiv:2501.03262
+
+docs/algorithms.md has the equations, algorithm_rules.py says which combinations make no sense.
 """
 
 from __future__ import annotations
@@ -79,49 +91,64 @@ class CorrectionMode(StrEnum):
 
 @dataclass
 class KLConf:
-    coefficient: float = 0.0  # 0: no penalty, and no reference model
-    estimator: KLEstimator = KLEstimator.k3
-    unbiased: bool = False  # times the ratio, which makes the gradient that of the KL divergence; k1 and k3
-    reference: ReferenceDevice = ReferenceDevice.sharded
+    """The penalty on the distance to the model that the run started from, the reference."""
+
+    coefficient: float = 0.0  # weight of the penalty, the paper's is 0.04; 0: none, and no reference in memory
+    estimator: KLEstimator = KLEstimator.k3  # how the distance is estimated from a token's two logprobs
+    unbiased: bool = False  # times the ratio, which makes the gradient the KL divergence's own; for k1 and k3
+    reference: ReferenceDevice = ReferenceDevice.sharded  # where its weights lie while they are not in use
     refresh_every: int = 0  # steps after which the reference moves to the policy; 0: never
-    refresh_mix: float = 1.0  # how far it moves: 1 all the way
+    refresh_mix: float = 1.0  # how far it moves; 1: all the way
 
 
 @dataclass
 class CorrectionConf:
-    level: CorrectionLevel = CorrectionLevel.none
-    mode: CorrectionMode = CorrectionMode.truncate
-    cap: float = 2.0
-    floor: float = 0.0
+    """The ratio of trainer to sampler weighs the loss of a token."""
+
+    level: CorrectionLevel = CorrectionLevel.none  # over what that ratio is taken; none: no weight
+    mode: CorrectionMode = CorrectionMode.truncate  # what becomes of a ratio outside [floor, cap]
+    cap: float = 2.0  # the upper bound of the ratio, 1 or more
+    floor: float = 0.0  # the lower bound of the ratio, from 0 to 1
 
 
 @dataclass
 class OverlongConf:
-    buffer: float = 0.0  # the last part of rollout.max_new_tokens in which the penalty grows; 0: no penalty
-    factor: float = 1.0  # what it grows to
+    """DAPO's penalty on the reward of long completions."""
+
+    buffer: float = 0.0  # the last part of rollout.max_new_tokens, 0 to 1, in which the penalty grows; 0: no penalty
+    factor: float = 1.0  # what the penalty grows to
 
 
 @dataclass
 class AlgorithmConf:
-    surrogate: Surrogate = Surrogate.clip
-    ratio: Ratio = Ratio.token
-    clip_low: float | None = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float | None = 0.2
-    dual_clip: float | None = None  # the most that a ratio counts where the advantage is negative
-    sapo_tau_positive: float | None = None  # steepness of the gate for positive advantages
-    sapo_tau_negative: float | None = None
-    advantage_baseline: Baseline = Baseline.group
-    advantage_scale: AdvantageScale = AdvantageScale.group
-    aggregation: Aggregation = Aggregation.seq_mean_token_mean
-    kl: KLConf = field(default_factory=KLConf)
-    entropy_coefficient: float = 0.0  # of the entropy bonus
-    correction: CorrectionConf = field(default_factory=CorrectionConf)
-    off_policy_threshold: float | None = None  # completions of negative advantage are masked from this mean drift on
-    mask_truncated: bool = False  # completions that reached rollout.max_new_tokens do not count
+    # The comparison: how a completion's reward becomes its advantage.
+    advantage_baseline: Baseline = Baseline.group  # what is subtracted from a completion's reward
+    advantage_scale: AdvantageScale = AdvantageScale.group  # what the difference is divided by
     overlong: OverlongConf = field(default_factory=OverlongConf)
-    dynamic_sampling: int = 0  # at most so many further draws to replace groups of equal rewards
+    mask_truncated: bool = False  # completions that reached rollout.max_new_tokens do not count
+    dynamic_sampling: int = 0  # at most so many further draws of prompts to replace groups of equal rewards (DAPO)
+
+    # The loss of a token.
+    surrogate: Surrogate = Surrogate.clip  # what is made of ratio and advantage
+    ratio: Ratio = Ratio.token  # over what the probability ratio of new to old policy is taken
+    clip_low: float | None = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]; null: no bound on that side
+    clip_high: float | None = 0.2  # the same, of the upper side
+    dual_clip: float | None = None  # the most a ratio counts where the advantage is negative, e.g. 3; null: no limit
+    sapo_tau_positive: float | None = None  # steepness of sapo's gate where the advantage is positive
+    sapo_tau_negative: float | None = None  # the same where it is negative
+    kl: KLConf = field(default_factory=KLConf)
+    entropy_coefficient: float = 0.0  # weight of the entropy bonus; 0: none
+
+    # The sum of token losses.
+    aggregation: Aggregation = Aggregation.seq_mean_token_mean  # how token losses become one number
+
+    # The gap between the policy that sampled and the policy that is trained.
+    correction: CorrectionConf = field(default_factory=CorrectionConf)
+    off_policy_threshold: float | None = None  # mean drift, e.g. 0.1, that masks completions of negative advantage
+
+    # Optimizer steps on the same rollouts. Ratios leave 1 from the second one on.
     updates_per_rollout: int = 1  # passes over the same rollouts
-    mini_batches: int = 1  # optimizer steps of one pass, each on its share of the groups
+    mini_batches: int = 1  # optimizer steps of a pass, each on its share of the prompts
 
     @property
     def optimizer_steps(self) -> int:

@@ -42,9 +42,11 @@ def surrogate_rules(algorithm: AlgorithmConf) -> list[tuple[bool, str]]:
         ),
         (
             all(tau is not None and tau > 0 for tau in taus) if sapo else taus == (None, None),
-            "algorithm.surrogate=sapo needs algorithm.sapo_tau_positive and algorithm.sapo_tau_negative above 0: type algorithm=sapo"
+            "algorithm.surrogate=sapo needs algorithm.sapo_tau_positive and algorithm.sapo_tau_negative above 0: "
+            "type algorithm=sapo"
             if sapo
-            else f"algorithm.sapo_tau_positive={taus[0]} algorithm.sapo_tau_negative={taus[1]}: only for algorithm=sapo; type null",
+            else f"algorithm.sapo_tau_positive={taus[0]} algorithm.sapo_tau_negative={taus[1]}: only for "
+            "algorithm=sapo; type null",
         ),
         (
             dual is None or name is Surrogate.clip,
@@ -59,32 +61,28 @@ def surrogate_rules(algorithm: AlgorithmConf) -> list[tuple[bool, str]]:
 
 def algorithm_rules(cfg: GRPOConf) -> list[tuple[bool, str]]:
     """Which of the other switches go together."""
-    algorithm, kl, correction, overlong = (
-        cfg.algorithm,
-        cfg.algorithm.kl,
-        cfg.algorithm.correction,
-        cfg.algorithm.overlong,
-    )
+    algorithm = cfg.algorithm
+    kl, correction, overlong = algorithm.kl, algorithm.correction, algorithm.overlong
     corrects = correction.level is not CorrectionLevel.none
     by_batch = algorithm.advantage_baseline is Baseline.batch
     drift = algorithm.off_policy_threshold
     return [
         (
             not (by_batch and algorithm.advantage_scale is AdvantageScale.group),
-            "algorithm.advantage_baseline=batch compares with the whole step, algorithm.advantage_scale=group with the group: "
-            "type algorithm.advantage_scale=batch_tokens, batch or none",
+            "algorithm.advantage_baseline=batch compares with the whole step, algorithm.advantage_scale=group with the "
+            "group: type algorithm.advantage_scale=batch_tokens, batch or none",
         ),
         (
             not (algorithm.dynamic_sampling and (by_batch or algorithm.advantage_scale is AdvantageScale.batch_tokens)),
-            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} replaces groups of equal rewards, which teach too when all "
-            "completions of the step are compared: type algorithm.dynamic_sampling=0",
+            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} replaces groups of equal rewards, which teach "
+            "too when all completions of the step are compared: type algorithm.dynamic_sampling=0",
         ),
         least("algorithm.dynamic_sampling", algorithm.dynamic_sampling, 0),
         least("algorithm.kl.coefficient", kl.coefficient, 0),
         (
             not (kl.coefficient and kl.estimator is KLEstimator.k1 and not kl.unbiased),
-            "algorithm.kl.estimator=k1: its gradient is 0 on average, it penalises nothing: type algorithm.kl.unbiased=true or "
-            "algorithm.kl.estimator=k3",
+            "algorithm.kl.estimator=k1: its gradient is 0 on average, it penalises nothing: type "
+            "algorithm.kl.unbiased=true or algorithm.kl.estimator=k3",
         ),
         (
             not (kl.unbiased and kl.estimator is KLEstimator.k2),
@@ -125,7 +123,7 @@ def algorithm_rules(cfg: GRPOConf) -> list[tuple[bool, str]]:
 
 
 def idle(cfg: JobConf) -> list[str]:
-    """Values that were chosen and have no effect under another one, each with what to type. A sweep may want that."""
+    """Values without effect or without their companion, each with what to type. No mistakes: a sweep may want them."""
     if not isinstance(cfg, GRPOConf):
         return []
     algorithm, found = cfg.algorithm, []
@@ -138,6 +136,11 @@ def idle(cfg: JobConf) -> list[str]:
         if off and (keys := [key for key, value in dataclasses.asdict(default).items() if chosen[key] != value]):
             options = " ".join(f"algorithm.{name}.{key}={chosen[key]}" for key in keys)
             found.append(f"{options} without effect: algorithm.{name}.{switch}={chosen[switch]}")
+    if cfg.rollout.max_staleness and algorithm.correction.level is CorrectionLevel.none:
+        found.append(
+            f"rollout.max_staleness={cfg.rollout.max_staleness}: rollouts of older weights are trained on uncorrected. "
+            "algorithm.correction.level=token corrects"
+        )
     if algorithm.kl.coefficient and algorithm.kl.refresh_mix != 1 and not algorithm.kl.refresh_every:
         found.append(
             f"algorithm.kl.refresh_mix={algorithm.kl.refresh_mix} without effect: algorithm.kl.refresh_every=0"

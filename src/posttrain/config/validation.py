@@ -13,17 +13,25 @@ from omegaconf.errors import OmegaConfBaseException
 from posttrain.config import RECIPES, TASKS, JobConf
 from posttrain.errors import UserError
 
-ELSEWHERE = {  # names of other trainers
-    "beta": "algorithm.kl.coefficient", "kl_coef": "algorithm.kl.coefficient", "kl_loss_coef": "algorithm.kl.coefficient",
-    "epsilon": "algorithm.clip_low and algorithm.clip_high", "clip_ratio": "algorithm.clip_low and algorithm.clip_high",
-    "epsilon_low": "algorithm.clip_low", "epsilon_high": "algorithm.clip_high", "clip_ratio_low": "algorithm.clip_low",
-    "clip_ratio_high": "algorithm.clip_high", "clip_ratio_c": "algorithm.dual_clip", "entropy_coeff": "algorithm.entropy_coefficient",
-    "loss_type": "algorithm=<name>", "adv_estimator": "algorithm=<name>", "loss_agg_mode": "algorithm.aggregation",
-    "scale_rewards": "algorithm.advantage_scale", "num_iterations": "algorithm.updates_per_rollout",
-    "ppo_epochs": "algorithm.updates_per_rollout", "num_generations": "rollout.group_size",
-    "max_completion_length": "rollout.max_new_tokens", "max_response_length": "rollout.max_new_tokens",
-    "learning_rate": "optim.lr", "max_steps": "steps", "gradient_checkpointing": "model.gradient_checkpointing",
-}  # fmt: skip
+OF_OTHER_TRAINERS = {  # what is meant here: the names it has there
+    "algorithm=<name>": "loss_type adv_estimator",
+    "algorithm.advantage_scale": "scale_rewards",
+    "algorithm.aggregation": "loss_agg_mode",
+    "algorithm.clip_low and algorithm.clip_high": "epsilon clip_ratio",
+    "algorithm.clip_low": "epsilon_low clip_ratio_low",
+    "algorithm.clip_high": "epsilon_high clip_ratio_high",
+    "algorithm.dual_clip": "clip_ratio_c",
+    "algorithm.entropy_coefficient": "entropy_coeff",
+    "algorithm.kl.coefficient": "beta kl_coef kl_loss_coef",
+    "algorithm.updates_per_rollout": "num_iterations ppo_epochs",
+    "rollout.group_size": "num_generations",
+    "rollout.max_new_tokens": "max_completion_length max_response_length",
+    "optim.lr": "learning_rate",
+    "steps": "max_steps",
+    "model.gradient_checkpointing": "gradient_checkpointing",
+}
+ELSEWHERE = {name: here for here, names in OF_OTHER_TRAINERS.items() for name in names.split()}
+RENAMED = {"loss": "algorithm"}  # groups of version 0.1
 
 
 def typed(recipe: str, values: dict[str, Any]) -> JobConf:
@@ -47,7 +55,8 @@ def typed(recipe: str, values: dict[str, Any]) -> JobConf:
 
 def changes(before: bytes, values: dict[str, Any]) -> list[str]:
     """`key=new instead of old` for each value of a job.json (empty: a new run) that `values` does not keep."""
-    old, new = _flat(json.loads(before or "{}")), _flat(values)
+    groups = {RENAMED.get(group, group): value for group, value in json.loads(before or "{}").items()}
+    old, new = _flat(groups), _flat(values)
     return [f"{key}={new[key]} instead of {old[key]}" for key in new if key in old and new[key] != old[key]]
 
 
@@ -61,6 +70,9 @@ def every_key(recipe: str) -> dict[str, Any]:
 
 def no_such_key(key: str, known: dict[str, Any]) -> str:
     """The message for a key that `known` (nested dicts) lacks: a guess, and what exists beside it."""
+    first, dot, rest = key.partition(".")
+    if first in RENAMED and first not in known:
+        return f"{key} is now {RENAMED[first]}{dot}{rest}"
     group: list[str] = []
     for part in key.split("."):
         if not isinstance(known.get(part), dict):

@@ -1,19 +1,22 @@
 """How the layers of a model mix their tokens: attention, delta rules, state spaces, short convolutions.
 
 A core multiplies activations with activations, so no weight tells its size; the module's own attributes do. Each
-kind counted here was compared with a FLOP counter on the running layer (recipes/check_flops.py).
+kind counted here was compared with a FLOP counter on the running layer (`python -m posttrain.models.survey flops`).
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from posttrain.flops.cost import Chunk, Span
+from posttrain.flops.cost import Chunk, Span, Unit
 
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "Wo")
 VALUE_PROJECTIONS = ("value", "v_proj")  # where the output projection is another module's, as in BERT
@@ -31,25 +34,26 @@ SELECTIVE_SCAN = ("A_log", "x_proj", "dt_proj", "intermediate_size", "ssm_state_
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """What a mixer multiplies beside its weights: `flops` for each `unit`, "token" or ("pair", span)."""
+    """What a mixer multiplies beside its weights: `flops` for each `unit`."""
 
     kind: str  # the part that it and the layers around it belong to
-    unit: str | tuple[str, Span]
+    unit: Unit
     flops: float
 
 
-def find_core(name: str, module: nn.Module, config) -> Core | None:
+def find_core(name: str, module: nn.Module, config: PreTrainedConfig) -> Core | None:
     """The core of this module; None if it is no mixer that is known. Raises ValueError for attention it misreads."""
     if getattr(module, "is_causal", None) is True or type(module).__name__ in ATTENTION:
         return Core("attention", ("pair", _span(name, module, config)), _pair_flops(name, module))
     if _has(module, GATED_DELTA_RULE):  # per head and token: read the state, write it, query it: dk x dv each
-        return Core("delta-rule", "token", 6 * module.num_v_heads * module.head_k_dim * module.head_v_dim)
+        return Core("delta-rule", "token", 6 * _product(module, "num_v_heads", "head_k_dim", "head_v_dim"))
     if hasattr(module, "forget_gate") and _has(module, ("qkv_dim", "num_heads", "head_dim", "conv1d")):
-        return Core("delta-rule", "token", 6 * module.num_heads * module.head_dim**2)  # of Kimi: a gate per channel
+        # of Kimi: a gate per channel
+        return Core("delta-rule", "token", 6 * _product(module, "num_heads", "head_dim", "head_dim"))
     if _has(module, STATE_SPACE_HEADS):  # per head and token: write the state and query it: P x N each
-        return Core("state-space", "token", 4 * module.num_heads * module.head_dim * module.ssm_state_size)
+        return Core("state-space", "token", 4 * _product(module, "num_heads", "head_dim", "ssm_state_size"))
     if _has(module, SELECTIVE_SCAN):  # the same for each channel
-        return Core("state-space", "token", 4 * module.intermediate_size * module.ssm_state_size)
+        return Core("state-space", "token", 4 * _product(module, "intermediate_size", "ssm_state_size"))
     if type(module).__name__.endswith("ShortConv") and _has(module, ("in_proj", "conv", "out_proj")):
         return Core("convolution", "token", 0)  # the convolution is all of it
     return None
@@ -69,7 +73,7 @@ def check_layers(layers: dict[str, nn.Module], cores: dict[str, Core]) -> None:
 
 
 def refused(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, module, reason) of what is known to be miscounted by a walk over its modules."""
+    """(name, module, reason) of each module that a walk is known to count wrongly."""
     for name, module in root.named_modules():
         if any("indexer" in key for key, _ in module.named_children()):
             yield name, module, "chooses its keys, which is not counted"
@@ -84,7 +88,16 @@ def refused(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _has(module: nn.Module, attributes: tuple[str, ...]) -> bool:
-    return all(hasattr(module, attribute) for attribute in attributes)
+    return all(hasattr(module, name) for name in attributes)
+
+
+def attribute(module: nn.Module, name: str) -> Any:
+    """Of any kind; to torch's annotations every attribute of a module is a tensor or a module."""
+    return getattr(module, name)
+
+
+def _product(module: nn.Module, *sizes: str) -> int:
+    return math.prod(attribute(module, name) for name in sizes)
 
 
 def _pair_flops(name: str, attention: nn.Module) -> float:
@@ -106,10 +119,10 @@ def _output_width(attention: nn.Module) -> int | None:
             return child.weight.shape[0] if isinstance(child, Conv1D) else getattr(child, "in_features", None)
     children = dict(attention.named_children())
     alone = hasattr(attention, "all_head_size") and next((key for key in VALUE_PROJECTIONS if key in children), None)
-    return children[alone].out_features if alone else None
+    return attribute(children[alone], "out_features") if alone else None
 
 
-def _span(name: str, attention: nn.Module, config) -> Span:
+def _span(name: str, attention: nn.Module, config: PreTrainedConfig) -> Span:
     """The sliding window or chunk of a layer; None where a query sees everything before it."""
     kinds = getattr(config, "layer_types", None)
     index = getattr(attention, "layer_idx", None)
@@ -123,7 +136,7 @@ def _span(name: str, attention: nn.Module, config) -> Span:
     if kind not in (None, "sliding_attention", "hybrid"):
         raise ValueError(f"{name}: {_class(attention)} is attention of the kind {kind!r}, which is not counted")
     if hasattr(attention, "sliding_window"):
-        return attention.sliding_window
+        return attribute(attention, "sliding_window")
     # The model masks for all its layers. A config may have a window that the model makes no mask of.
     file = next(base.__module__ for base in type(attention).__mro__ if "forward" in vars(base))
     masks = kind is not None or hasattr(sys.modules[file], "create_sliding_window_causal_mask")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -15,6 +15,8 @@ class Chunk:
 
 
 Span = int | Chunk | None  # how far a query sees: a sliding window, a chunk, or everything before it
+Unit = str | tuple[str, Span]  # what is billed for: a "token", a "logit", or a query-key ("pair", span)
+Key = tuple[str, Unit, str | None]  # part of the model, unit, decoder layer
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ def causal_pairs(lengths: Sequence[int], span: Span = None) -> int:
     return pairs
 
 
-def total(flops: Counter, keys: Iterable[tuple]) -> PassCost:
-    """The cost of those `keys`, (part, unit, layer), of a count; a unit is "token", "logit" or ("pair", span)."""
-    units: Counter = Counter()
+def total(flops: Mapping[Key, float], keys: Iterable[Key]) -> PassCost:
+    """The cost of those `keys` of a count."""
+    units: defaultdict[Unit, float] = defaultdict(int)
     for key in keys:
         units[key[1]] += flops[key]
     pairs = {unit[1]: count for unit, count in units.items() if isinstance(unit, tuple)}

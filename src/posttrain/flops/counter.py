@@ -11,9 +11,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 from transformers import AttentionInterface, PreTrainedModel
@@ -55,7 +56,16 @@ def takes_logits_to_keep(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-def _attention(seen: list, module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple[Tensor, None]:
+def _attention(
+    seen: list[int],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """One query at a time, over the keys it sees. query [B,H,T,dk], key [B,G,S,dk], value [B,G,S,dv]; gives [B,T,H,dv].
 
     Sinks and soft caps multiply no matrices and are left out.
@@ -79,12 +89,31 @@ def _attention(seen: list, module, query, key, value, attention_mask, scaling=No
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
-def _convolution(x_shape, w_shape, bias, stride, padding, dilation, transposed, *args, out_shape, **kwargs) -> int:
+def _convolution(
+    x_shape: list[int],
+    w_shape: list[int],
+    bias: list[int] | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    *args: Any,
+    out_shape: list[int],
+    **kwargs: Any,
+) -> int:
     """Causal convolutions pad both ends and drop the outputs past the last token."""
     return conv_flop_count(x_shape, w_shape, [*out_shape[:2], *map(min, x_shape[2:], out_shape[2:])], transposed)
 
 
-def _delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **kwargs) -> tuple[Tensor, None]:
+def _delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """S <- exp(g) S, S <- S + k (beta (v - k S)), o = q S. query, key [B,T,G,dk], value [B,T,H,dv], g [B,T,H(,dk)]."""
     heads = value.shape[2]
     query, key = (x.float().repeat_interleave(heads // x.shape[2], dim=2) for x in (query, key))
@@ -104,7 +133,17 @@ def _delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **kwa
 
 
 def _state_space_scan(
-    x, dt, A, B, C, chunk_size, D=None, dt_bias=None, dt_softplus=False, dt_limit=(0, torch.inf), **kwargs
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0, torch.inf),
+    **kwargs: Any,
 ) -> Tensor | tuple[Tensor, None]:
     """h <- exp(dt A) h + (dt x) B, y = h C + D x. x [B,T,H,P], dt [B,T,H], B, C [B,T,G,N]."""
     heads = x.shape[2]
@@ -122,7 +161,18 @@ def _state_space_scan(
     return (y, None) if kwargs.get("return_final_states") else y
 
 
-def _selective_scan(x, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, **kwargs):
+def _selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **kwargs: Any,
+) -> Tensor | tuple[Tensor, None]:
     """The same for single channels. x, dt, z [B,d,T], A [d,N], B, C [B,N,T]; gives [B,d,T]."""
     dt = dt if delta_bias is None else dt + delta_bias[:, None]
     dt = (F.softplus(dt) if delta_softplus else dt).float()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Container, Iterator
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from posttrain.flops.cores import check_layers, find_core, refused
-from posttrain.flops.cost import FlopsCounter, total
+from posttrain.flops.cores import Core, check_layers, find_core, refused
+from posttrain.flops.cost import FlopsCounter, Key, Unit, total
 
 # Not run on text alone: towers of other inputs, and attention to an encoder that a causal language model lacks.
 TOWERS = re.compile(r"(^|[._])(vision|visual|image|audio|speech|embed_tokens_extend)\w*(\.|$)")
@@ -27,7 +29,8 @@ def size(model: nn.Module) -> FlopsCounter:
     while isinstance(model, DistributedDataParallel):
         model = model.module
     walk = _Walk(model)
-    forward, training = Counter(), Counter()
+    forward: defaultdict[Key, float] = defaultdict(int)
+    training: defaultdict[Key, float] = defaultdict(int)
     passed: set[str] = set()  # decoder layers that a gradient passes
     # Order of registration stands for order of execution, but a layer's norms, registered last, run first.
     # Where else they differ (a router after its experts), only the first layer with anything trainable is
@@ -58,12 +61,15 @@ def size(model: nn.Module) -> FlopsCounter:
 
 
 class _Walk:
-    """A model's modules by name, with the cores and decoder layers among them. Raises ValueError, see `size`."""
+    """A model's modules by name, with the cores and decoder layers among them. Raises ValueError, see `size`.
 
-    def __init__(self, model: nn.Module):
-        self.config = model.config.get_text_config(decoder=True)
+    The model is a PreTrainedModel, or what torch.compile made of one, which is no subclass of it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.config: PreTrainedConfig = model.config.get_text_config(decoder=True)
         self.head = model.get_output_embeddings()
-        self.root = model if self.config is model.config else model.get_decoder()
+        self.root: nn.Module = model if self.config is model.config else model.get_decoder()
         if not isinstance(self.head, nn.Linear):
             raise ValueError(f"{_class(self.root)}: its LM head is a {_class(self.head)}, not a linear layer")
         if self.config.is_encoder_decoder or getattr(self.config, "add_cross_attention", False):
@@ -77,8 +83,10 @@ class _Walk:
         self._refuse_reuse()
         self._refuse_beside_the_layers()
         base = model.base_model  # what is beside it runs on the positions with logits alone
-        self.per_logit = set(map(id, self.modules.values())) - set(map(id, base.modules())) if base is not model else ()
-        self.cores = {}
+        self.per_logit: Container[int] = ()
+        if base is not model:
+            self.per_logit = set(map(id, self.modules.values())) - set(map(id, base.modules()))
+        self.cores: dict[str, Core] = {}
         for name, module in self.executed():
             if core := find_core(name, module, self.config):
                 self.cores[name] = core
@@ -122,15 +130,15 @@ class _Walk:
             if beside or name.endswith(".modules_to_save"):
                 raise ValueError(f"{name}: whether this {_class(module)} runs is not known")
 
-    def matmuls(self, name: str, module: nn.Module) -> Iterator[tuple]:
+    def matmuls(self, name: str, module: nn.Module) -> Iterator[tuple[str, Unit, float, Tensor | None]]:
         """Yield (part, unit, forward FLOPs, weight) of the module's own multiplications.
 
-        A unit is "token", "logit" or ("pair", span). `weight` is the parameter, None where two activations meet.
+        `weight` is the parameter, None where two activations meet.
         """
         part, unit = self._part(name), "token"
         if module is self.head or id(module) in self.per_logit:
             part, unit = "LM head", "logit"
-        matrices = [(key, weight) for key, weight in module.named_parameters(recurse=False) if weight.ndim >= 2]
+        matrices = {key: weight for key, weight in module.named_parameters(recurse=False) if weight.ndim >= 2}
         if isinstance(module, nn.Linear):
             yield part, unit, 2 * module.in_features * module.out_features * self._share(name), module.weight
         elif isinstance(module, Conv1D):
@@ -140,11 +148,11 @@ class _Walk:
             yield "convolution", unit, 2 * module.weight.numel(), module.weight
         elif isinstance(module, nn.Embedding):
             pass  # a look-up; as a tied LM head it is counted at the head, which is a Linear
-        elif [key for key, _ in matrices] == ["weight"] and hasattr(module, "top_k") and module.weight.ndim == 2:
-            yield "router", unit, 2 * module.weight.numel(), module.weight
+        elif list(matrices) == ["weight"] and hasattr(module, "top_k") and matrices["weight"].ndim == 2:
+            yield "router", unit, 2 * matrices["weight"].numel(), matrices["weight"]
         elif matrices:
-            experts = getattr(module, "num_experts", getattr(module, "moe_num_experts", None))
-            for key, weight in matrices:
+            experts = getattr(module, "num_experts", getattr(module, "moe_num_experts", 0))
+            for key, weight in matrices.items():
                 if key.endswith("bias") or key == "A_log":  # added, or a decay of a core
                     continue
                 stacked = weight.ndim == 3 and weight.shape[0] == experts

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -40,9 +40,9 @@ class Meter:
         self.peak_source: str | None = None
         self.counter: FlopsCounter | None = None  # None: off
         self.checkpointing = False
-        self._flops: Counter[str] = Counter()  # of this step, by phase
+        self._flops: defaultdict[str, float] = defaultdict(float)  # of this step, by phase
         self._hardware = 0.0  # of this step's update, what is recomputed included
-        self._trained = Counter(flops=0, tokens=0)  # of the whole run, for FLOPs a token
+        self._trained_flops, self._trained_tokens = 0.0, 0  # of the whole run, for FLOPs a token
         with self._off_on_failure():
             self.peak_tflops, self.peak_source = peak_tflops(conf.peak_tflops, device, dtype)
         with self._off_on_failure():
@@ -61,7 +61,8 @@ class Meter:
             self._flops[phase] += flops
             if training:
                 self._hardware += self.counter.hardware(lengths, logits, self.checkpointing)
-                self._trained.update(flops=flops, tokens=sum(lengths))
+                self._trained_flops += flops
+                self._trained_tokens += sum(lengths)
 
     def record_rollout(self, groups: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Bill the phase "rollout" for (prompt length, completion lengths) of each group, over all ranks."""
@@ -100,7 +101,7 @@ class Meter:
                 values = self._rates(seconds)
                 if not all(map(math.isfinite, values.values())):
                     raise ArithmeticError(f"not a finite number among {values}")
-            self._flops, self._hardware = Counter(), 0.0
+            self._flops, self._hardware = defaultdict(float), 0.0
         return (values if self.counter else {}) | ({"perf/mfu_unavailable": 1.0} if self.reason else {})
 
     def _rates(self, seconds: dict[str, float]) -> dict[str, float]:
@@ -127,13 +128,12 @@ class Meter:
         logging.getLogger(__name__).warning("no MFU from here on: %s", self.reason)
 
     def summary(self) -> dict[str, bool | str | float | None]:
-        tokens = self._trained["tokens"]
         return {
             "available": self.reason is None,
             "reason": self.reason,
             "peak_tflops_per_device": self.peak_tflops,
             "peak_source": self.peak_source,
-            "flops_per_token": self._trained["flops"] / tokens if tokens else None,
+            "flops_per_token": self._trained_flops / self._trained_tokens if self._trained_tokens else None,
         }
 
     @contextmanager

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from posttrain.models.internals import CAUSAL_MODELS, from_config
 from posttrain.models.shrink import shrunk, slow_to_forget
 
 # What the default config of an architecture lacks: its model needs it, or it names only one kind of layer.
-DEFAULTS = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {"d_model": 6144, "n_heads": 48, "attn_config": {"kv_n_heads": 8, "rope_theta": 10000.0, "clip_qkv": 8.0}},
@@ -47,9 +50,8 @@ def default_config(model_type: str) -> PreTrainedConfig:
 def tiny(model_type: str) -> PreTrainedModel:
     """A tiny model of `model_type` in fp32 and eval mode, its random weights the same each time."""
     config = shrunk(default_config(model_type))
-    mapping = MODEL_FOR_CAUSAL_LM_MAPPING
-    model_class = mapping[type(config) if type(config) in mapping else CONFIG_MAPPING[model_type]]
+    model_class = CAUSAL_MODELS[type(config) if type(config) in CAUSAL_MODELS else CONFIG_MAPPING[model_type]]
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        model = model_class._from_config(config, dtype=torch.float32)
+        model = from_config(model_class, config, dtype=torch.float32)
     return slow_to_forget(model).eval()

@@ -28,6 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from posttrain.errors import UserError
+from posttrain.models import internals
 from posttrain.models.packed import attention, dispatch
 from posttrain.models.packed.boundaries import boundaries
 from posttrain.models.packed.layers import carried, mixers, modeling_module, unreachable
@@ -97,7 +98,7 @@ def _refuse(model: PreTrainedModel, layers: dict[nn.Module, set[str]]) -> None:
                 f"packing=thd is not possible with {type(model).__name__}: the {' and '.join(sorted(what))} of "
                 f"its {type(layer).__name__} cannot be kept within one document of a row. {WAY_OUT}"
             )
-    if hasattr(model, "_orig_mod") or any(module._compiled_call_impl for module in model.modules()):
+    if internals.is_compiled(model):
         raise UserError(
             f"packing=thd is not possible with a compiled model: it may hold kernels from before the patch. "
             f"Compile it afterwards, or: {WAY_OUT}"
@@ -133,7 +134,7 @@ def _kernels_in_use(
                     )
     kernels["attention"] = attention.describe(model, packed)
     if any(name.endswith("experts") for name, _ in model.named_modules()):
-        kernels["experts"] = str(getattr(model.config, "_experts_implementation", None))
+        kernels["experts"] = internals.experts_in_use(model.config)
     return kernels, warnings
 
 

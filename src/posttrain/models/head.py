@@ -66,7 +66,7 @@ def find_head(model: PreTrainedModel) -> Head:
 
 
 def _after_head(model: PreTrainedModel, small: PreTrainedModel, linear: nn.Linear, output_BKV: Tensor) -> Tensor:
-    """The logits of `model` where its head returns `output_BKV` and its layers are those of `small`."""
+    """The logits of `model` with the layers of `small` and a head that returns `output_BKV`."""
     ids_1T, kept_K = torch.arange(1, 6)[None], torch.tensor([1, 3, 4])
     calls: list[Tensor] = []
 
@@ -76,7 +76,7 @@ def _after_head(model: PreTrainedModel, small: PreTrainedModel, linear: nn.Linea
 
     modules = {name: module for name, module in model.named_modules() if name}
     path = next(name for name, module in modules.items() if module is linear)
-    forwards = {linear: head}
+    forwards: dict[nn.Module, Callable] = {linear: head}
     for name, copy in small.named_modules():  # but for the modules that hold the head, and XLM's gelu, one for all
         if name in modules and not f"{path}.".startswith(f"{name}.") and modules[name] is not copy:
             forwards[modules[name]] = copy.__call__

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.utils import logging as huggingface_logging
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from posttrain.config import Architecture, Dtype, ModelConf
 from posttrain.errors import UserError
+from posttrain.models.internals import CAUSAL_MODELS, registered, takes_flash_attention
 from posttrain.models.tiny import EMBEDDED, tiny_config, tiny_tokenizer
 
 # The model types of transformers that each named architecture accepts: the text model alone, or within the
@@ -50,13 +51,13 @@ def attention(cfg: ModelConf, config: PreTrainedConfig) -> str | None:
     """transformers' attn_implementation for `cfg.attention`; None lets transformers choose (sdpa, or eager)."""
     if cfg.attention == "flex_attention" and not torch.cuda.is_available():
         raise UserError("model.attention=flex_attention has no backward on a CPU. Type model.attention=sdpa instead.")
-    if cfg.attention not in ("auto", "eager", *AttentionInterface._global_mapping):
-        known = ", ".join(["auto", "eager", *AttentionInterface._global_mapping])
+    if cfg.attention not in ("auto", "eager", *registered(AttentionInterface)):
+        known = ", ".join(["auto", "eager", *registered(AttentionInterface)])
         raise UserError(f"model.attention={cfg.attention} is not known to transformers. Type one of: {known}")
     if cfg.attention != "auto":
         return cfg.attention
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: the checkpoint's own code
-    takes_it = getattr(model_class, "_supports_flash_attn", False)
+    model_class = CAUSAL_MODELS.get(type(config))  # None: the checkpoint's own code
+    takes_it = takes_flash_attention(model_class)
     half = compute_dtype(cfg) is torch.bfloat16
     runs = takes_it and half and torch.cuda.is_available() and is_flash_attn_2_available()
     return "flash_attention_2" if runs else None
@@ -79,10 +80,11 @@ def load(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     path = weights_path(cfg)
     config = load_config(cfg)
     stored_dtype = config.dtype
-    source = dict(revision=cfg.revision, trust_remote_code=cfg.trust_remote_code)
+    source: dict[str, Any] = dict(revision=cfg.revision, trust_remote_code=cfg.trust_remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **source)
-        model, found = AutoModelForCausalLM.from_pretrained(
+        # With output_loading_info it is a pair, whatever upstream's annotation says.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=torch.float32,
@@ -91,6 +93,7 @@ def load(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             output_loading_info=True,
             **source,
         )
+        model, found = loaded
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"model.path={path}: {_first_line(error)}") from error
     lacking = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
@@ -101,6 +104,7 @@ def load(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 def initialise(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """As `load`, but with random weights from torch's generator: of the embedded shape, or of `model.path`'s."""
+    tokenizer: PreTrainedTokenizerBase
     if cfg.path is None:
         config, tokenizer = tiny_config(cfg.architecture.value), tiny_tokenizer()
     else:
@@ -118,7 +122,7 @@ def initialise(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     return _ready(model, tokenizer, cfg, stored_dtype)
 
 
-def load_config(cfg: ModelConf):
+def load_config(cfg: ModelConf) -> PreTrainedConfig:
     """The checkpoint's text config, checked against `model.architecture`. Raises UserError."""
     huggingface_logging.set_verbosity_error()  # else ten lines about its retries before the one that matters
     path = weights_path(cfg)
@@ -157,7 +161,9 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return frozenset(i for i in ids if i is not None)
 
 
-def _ready(model, tokenizer, cfg: ModelConf, stored_dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _ready(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cfg: ModelConf, stored_dtype: torch.dtype | str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model.config.dtype = stored_dtype  # what an export writes
     # No dropout and no router noise: the trainer's and the sampler's distributions must be the same, and the ratio 1
     # before an update. So the model is in eval mode also while it is trained.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
@@ -42,7 +44,7 @@ INITIALIZERS = ("initializer_range", "init_std", "embed_init_std", "initializer_
 DENSE_FIRST = r"first_k_dense_replace|num_dense_layers|moe_layer_start_index"  # so many layers without experts
 
 # What the habits get wrong in a tiny config.
-SPECIAL = {
+SPECIAL: dict[str, dict[str, Any]] = {
     "blenderbot": {"max_position_embeddings": 512},  # the probe's row is longer than 128
     "codegen": {"n_head": 4, "n_embd": 256},  # its projection is split in four
     "longcat_flash": {"zero_expert_num": 4, "moe_topk": 8},  # they too take every token
@@ -57,7 +59,7 @@ SPECIAL = {
 def tiny_copy(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel | None:
     """A model of the same layer classes: thin, shallow, random, slow to forget. None if it cannot be had."""
     text = model.config.get_text_config(decoder=True)
-    build = type(model) if text is model.config else AutoModelForCausalLM.from_config
+    build: Callable[..., Any] = type(model) if text is model.config else AutoModelForCausalLM.from_config
     try:
         with torch.device(device):
             small = build(shrunk(text)).to(dtype)
@@ -138,7 +140,7 @@ def _state_heads(named: dict, hidden: int) -> dict[str, int]:
         ("n_mamba_heads", "mamba_headdim"),
         ("num_heads", "head_dim"),
     ):
-        width, expand = named.get(width_name), named.get("mamba_expand") or named.get("expand")
+        width, expand = named.get(width_name), named.get("mamba_expand") or named.get("expand") or 1
         if groups_name is None or not named.get(heads_name) or not width:
             continue
         groups = min(named[groups_name], 2)
@@ -150,7 +152,7 @@ def _state_heads(named: dict, hidden: int) -> dict[str, int]:
     return {}
 
 
-def _small(name: str, value, named: dict, exact: dict):
+def _small(name: str, value: Any, named: dict, exact: dict) -> Any:
     """The tiny value of a field, or of each entry of a list; the value itself if it is no size."""
     if isinstance(value, list) and value and all(type(entry) is int for entry in value):
         return [_small(name, entry, named, exact) for entry in value]

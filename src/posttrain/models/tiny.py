@@ -7,10 +7,12 @@ They let every command of the project run on a laptop without a network. Their w
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -22,7 +24,7 @@ EMBEDDED = Path(__file__).parent / "embedded"
 VOCABULARY = 264  # 256 bytes, 5 special tokens, rounded up to a multiple of 8
 
 # head_dim 32 is the smallest that inference engines take; layers keep the families' 3:1 pattern.
-_SHAPE = dict(
+_SHAPE: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
     hidden_size=96,
     num_hidden_layers=4,
@@ -36,15 +38,20 @@ _SHAPE = dict(
     eos_token_id=256,
     bos_token_id=None,
 )
-_DELTA_NET = dict(
+_DELTA_NET: dict[str, Any] = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     linear_key_head_dim=32,
     linear_value_head_dim=32,
     linear_conv_kernel_dim=4,
 )
-_EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=64)
-_MROPE = dict(
+_EXPERTS: dict[str, Any] = dict(
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=48,
+    shared_expert_intermediate_size=64,
+)
+_MROPE: dict[str, Any] = dict(
     rope_parameters={
         "rope_type": "default",
         "rope_theta": 10000.0,
@@ -55,7 +62,7 @@ _MROPE = dict(
 )
 
 
-def tiny_config(architecture: str):
+def tiny_config(architecture: str) -> PreTrainedConfig:
     """The transformers config of an embedded model. `architecture` is a value of `config.Architecture`."""
     match architecture:
         case "qwen3_5_dense":

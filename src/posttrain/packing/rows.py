@@ -52,7 +52,7 @@ def unpack(values_BK: torch.Tensor, row: Row, cfg: PackingConf) -> dict[int, tor
 
 
 def not_finite(token_losses: Sequence[torch.Tensor], share: Sequence[Row], cfg: PackingConf) -> list[int]:
-    """Groups, each once, of this rank's documents of which a token's loss, in [B, K] of each row, is not finite."""
+    """The groups, each once, of this rank's documents with a token loss, in [B, K] of each row, that is not finite."""
     found = set()
     for losses_BK, row in zip(token_losses, share, strict=True):
         by_document = unpack(losses_BK, row, cfg)

@@ -24,7 +24,7 @@ from posttrain.rollout.local import generate
 from posttrain.training.fsdp import gathered
 from posttrain.training.policy import Policy
 
-Placed = Mapping[int, Problem]  # by the place among those of the step
+Placed = Mapping[int, Problem]  # by the place in the step
 
 
 class Sampler(Protocol):

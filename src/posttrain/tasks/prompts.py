@@ -26,6 +26,8 @@ def _render(prompt: str, system: str | None, tokenizer: PreTrainedTokenizerBase)
     if tokenizer.chat_template is None:
         return prompt if system is None else f"{system}\n\n{prompt}"
     turns = [{"role": "system", "content": system}] if system else []
-    return tokenizer.apply_chat_template(
-        [*turns, {"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-    )
+    turns.append({"role": "user", "content": prompt})
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    # Ids come only with tokenize=True.
+    assert isinstance(text, str)
+    return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class Data:
 
     train: list[Row]
     heldout: list[Row]
-    rewards: dict[str, Reward]
+    rewards: Mapping[str, Reward]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,9 @@ class Task:
 
     def score(self, problem: Problem, rollout: Rollout) -> dict[str, float]:
         """Each reward of one rollout, unweighted, and "total", their weighted sum. NaN: could not be scored."""
-        text = self.tokenizer.decode(rollout.written, skip_special_tokens=True)
+        text = self.tokenizer.decode(list(rollout.written), skip_special_tokens=True)
+        # A list of texts comes only from a list of sequences.
+        assert isinstance(text, str)
         scores, total = {}, 0.0
         for name, (reward, weight) in self.rewards.items():
             value = reward(text, problem.answer, rollout.finished)
@@ -66,7 +68,7 @@ def batch(problems: Sequence[Problem], count: int, step: int, seed: int) -> list
 
 
 def further(problems: Sequence[Problem], count: int, seen: Sequence[Problem], step: int, seed: int) -> list[Problem]:
-    """Up to `count` problems at random, none of `seen`: draws beside those of `batch`, whose epochs stay as they are.
+    """Up to `count` problems at random, none of `seen`. These draws leave the epochs of `batch` as they are.
 
     A function of its arguments alone, as `batch` is.
     """

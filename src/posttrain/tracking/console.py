@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+SMALL, LOW = 10_000_000, 1e-5  # models of fewer parameters hardly move at learning rates up to this
+
 
 def banner(summary: Mapping[str, Any]) -> str:
     """The facts that a run starts with, a row a fact; what its recipe did not report has no row."""
@@ -16,10 +18,16 @@ def banner(summary: Mapping[str, Any]) -> str:
         rows["sharding"] = summary["sharding"]
     if "packing" in summary:
         rows |= _packing_rows(summary["packing"])
+    if optim := summary.get("optim"):
+        rows["optimizer"] = _optimizer(optim, summary["parameters"])
+    if ahead := summary.get("max_staleness"):
+        rows["sampling"] = f"at most {_steps(ahead)} ahead of training"
     task = summary["task"]
     rows["task"] = ", ".join(f"{count:,} {split}" for split, count in task.items() if split != "dropped")
     if task["dropped"]:
         rows["dropped"] = f"{task['dropped']:,} prompts, empty or longer than task.max_prompt_tokens"
+    if every := {pause: steps for pause, steps in summary.get("every", {}).items() if steps}:
+        rows["pauses"] = ", ".join(f"{pause} every {_steps(steps)}" for pause, steps in every.items())
     if summary.get("resumed_from"):
         rows["resumed from"] = summary["resumed_from"]
     if mfu := summary.get("mfu"):
@@ -29,6 +37,19 @@ def banner(summary: Mapping[str, Any]) -> str:
             else f"no MFU: {mfu['reason']}"
         )
     return table(rows)
+
+
+def _optimizer(optim: Mapping[str, Any], parameters: int) -> str:
+    """Its rate as resolved: a small model of the user's own gets the default for real weights."""
+    rate = f"AdamW, lr {optim['lr']:g}"
+    if parameters < SMALL and optim["lr"] <= LOW:
+        rate += f" (low for {parameters:,} parameters; optim.lr= sets it)"
+    warmup = optim["warmup_steps"]
+    return f"{rate}, {optim['schedule']}" + f" after {_steps(warmup)} of warmup" * (warmup > 0)
+
+
+def _steps(steps: int) -> str:
+    return f"{steps} step{'s' * (steps != 1)}"
 
 
 def _packing_rows(packing: Mapping[str, Any]) -> dict[str, str]:

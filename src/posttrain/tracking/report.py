@@ -75,7 +75,7 @@ class Run:
     def without_mfu(self) -> str | None:
         """Why this run has no MFU, or none from some step on; None if it has."""
         unsaid = {"available": len(_values(self, "perf/mfu")) > 0, "reason": f"no reason in {SUMMARY}"}
-        mfu = self.summary.get("mfu") or unsaid
+        mfu: dict[str, Any] = self.summary.get("mfu") or unsaid
         return self.empty or (None if mfu["available"] else mfu["reason"])
 
 
@@ -90,7 +90,7 @@ def newest(root: str | Path, sweep: bool = False) -> Path:
 
 
 def read(*directories: str | Path) -> list[Run]:
-    """The runs in these directories: each one's own, or those of the sweeps below it. Names say where they differ."""
+    """The runs in these directories: each one's own, or the runs of the sweeps below it. Names say where they differ."""
     paths = list(dict.fromkeys(file.parent.resolve() for each in directories for file in _files(each)))
     if not paths:
         raise UserError(f"no run in or below {', '.join(map(str, directories))}: give a run or a sweep directory")
@@ -107,7 +107,7 @@ def _files(root: str | Path) -> list[Path]:
 
 def _steps(directory: Path) -> pd.DataFrame:
     """One row a step: what an evaluation or a checkpoint recorded of a step joins its row."""
-    merged: dict[int, dict[str, float]] = {}
+    merged: dict[float, dict[str, float]] = {}
     for record in read_records(directory):
         merged.setdefault(record["step"], {}).update(record)
     columns = {"step", "perf/warmup", *COLUMNS}.union(*merged.values())

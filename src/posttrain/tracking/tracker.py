@@ -125,10 +125,11 @@ class Tracker:
             print(text, flush=True)
 
     def _say_if_wandb_failed(self) -> None:
-        if self._wandb.reason and not self._wandb.said:
-            self._wandb.said = True
-            self._print(f"wandb is off, metrics go on in {self.run_dir / METRICS}: {self._wandb.reason}")
-            merge_summary(self.run_dir, logger=self._wandb.state())
+        log = self._wandb
+        if log is not None and log.reason and not log.said:
+            log.said = True
+            self._print(f"wandb is off, metrics go on in {self.run_dir / METRICS}: {log.reason}")
+            merge_summary(self.run_dir, logger=log.state())
 
 
 def read_records(run_dir: Path) -> list[dict[str, float]]:

@@ -20,19 +20,21 @@ class WandbLog(threading.Thread):
     def __init__(self, run_dir: Path, cfg: LoggerConf, config: dict[str, Any], run_id: str | None) -> None:
         super().__init__(name="wandb", daemon=True)
         self.online = cfg.mode == WandbMode.online and os.environ.get("WANDB_MODE", "online") == "online"
-        self.arguments = {
+        self.arguments: dict[str, Any] = {
             "project": cfg.project, "name": cfg.run_name or run_dir.name, "dir": str(run_dir),
             "config": config, "id": run_id, "resume": "allow" if run_id and self.online else None,
             "mode": None if cfg.mode == WandbMode.online else "offline",
         }  # fmt: skip
         self.records: queue.SimpleQueue[tuple[int, dict[str, float]] | int] = queue.SimpleQueue()
-        self.id, self.url, self.reason, self.said = run_id, None, None, False
+        self.id, self.said = run_id, False
+        self.url: str | None = None
+        self.reason: str | None = None
 
     def run(self) -> None:
         try:
             import wandb
 
-            quiet = dict(init_timeout=INIT_S, finish_timeout=FINISH_S, console="off", silent=True)
+            quiet: dict[str, Any] = dict(init_timeout=INIT_S, finish_timeout=FINISH_S, console="off", silent=True)
             wandb.setup(wandb.Settings(**quiet))
             if self.online and not wandb.login(prompt=False):
                 raise PermissionError("no API key; set WANDB_API_KEY, or logger.mode=offline")

@@ -1,11 +1,15 @@
-"""accelerate's FSDP2 plugin from the fsdp group, and the sharding read back from the wrapped model."""
+"""accelerate's FSDP2 plugin from the fsdp group, the sharding read back from the wrapped model, and collectives.
+
+What torch keeps private of FSDP2 is touched in this file alone: `_get_fsdp_state`, `_fsdp_param_group`, `_is_root`,
+`_reshard_after_forward` and `reset_iter_state`, as they are in torch 2.11 to 2.13 (`reset_iter_state` from 2.13 on).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from posttrain.config import FSDPConf, Strategy, hybrid_shard_size
+from posttrain.models.internals import layer_classes
 
 Item = TypeVar("Item")
 
@@ -49,7 +54,7 @@ def make_accelerator(cfg: FSDPConf, model: PreTrainedModel, dtype: torch.dtype) 
             fsdp_version=2,
             reshard_after_forward=cfg.strategy is not Strategy.shard_grad_op,
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=_layer_classes(model),
+            transformer_cls_names_to_wrap=layer_classes(model),
             # Gradients are reduced and the logits returned in fp32: bf16 there costs 7e-3 of the loss, this 3e-5.
             mixed_precision_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, output_dtype=wide),
             state_dict_type="SHARDED_STATE_DICT",
@@ -58,12 +63,6 @@ def make_accelerator(cfg: FSDPConf, model: PreTrainedModel, dtype: torch.dtype) 
     if not accelerator.is_fsdp2:
         raise RuntimeError("accelerate did not start FSDP2: the run would silently be data parallel")
     return accelerator
-
-
-def _layer_classes(model: PreTrainedModel) -> list[str]:
-    """The decoder layer classes that the model really holds; `_no_split_modules` also lists vision blocks."""
-    present = {type(module).__name__ for module in model.modules()}
-    return sorted(present & set(model._no_split_modules or []))
 
 
 def sharding(model: torch.nn.Module) -> str:
@@ -83,7 +82,7 @@ def _fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _group(module: FSDPModule):
+def _group(module: FSDPModule) -> Any:
     """The parameters that FSDP gathers and frees together with `module`; None if it has none of its own."""
     return module._get_fsdp_state()._fsdp_param_group
 
@@ -95,20 +94,39 @@ def gathered(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
     Ranks may run different numbers of forwards inside. `.unshard()` of the root covers only its own group, so
     every FSDP module is gathered; afterwards the next training step is exactly as if nothing had happened.
     """
-    if isinstance(model, DistributedDataParallel):
-        yield model.module
-        return
-    modules = _fsdp_modules(model)
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    if not isinstance(bare, PreTrainedModel):
+        raise TypeError(f"a {type(bare).__name__} is no model of transformers, and cannot generate")
+    modules = _fsdp_modules(bare)
     before = [(group := _group(module)) is not None and group._reshard_after_forward for module in modules]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
     try:
-        yield model
+        yield bare
     finally:
         for module, value in zip(modules, before, strict=True):
             module.reshard()
             module.set_reshard_after_forward(value, recurse=False)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Free what FSDP has gathered: it would go on computing with it, and hides the shards behind it.
+
+    After a forward without a backward that is the head, the norm before it and what the root holds; with
+    shard_grad_op every layer.
+    """
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+def give_up_forward(model: torch.nn.Module) -> None:
+    """Say that a forward failed. To FSDP it is still under way: it would keep what it has gathered for the next one."""
+    # A root is one from its first forward on.
+    begun = isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root
+    reset = getattr(model, "reset_iter_state", None)
+    if begun and reset is not None:
+        reset()
 
 
 def synchronise_gradients(

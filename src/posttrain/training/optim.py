@@ -17,7 +17,7 @@ from posttrain.training.fsdp import reduce_over_ranks
 
 
 def make_optimizer(model: nn.Module, cfg: OptimConf) -> torch.optim.AdamW:
-    """AdamW; weight decay acts on matrices only, those of experts included.
+    """AdamW; weight decay acts on matrices only, experts' matrices included.
 
     It leaves alone norms, biases, decay rates, and the taps of convolutions, which have three dimensions but are no
     matrices. `model` is not sharded yet.

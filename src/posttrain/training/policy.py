@@ -63,7 +63,10 @@ class Policy:
         """The same mini-batches with the logprobs of the weights as they are at this moment in `field` of each row."""
 
         def computed(packed: Packed) -> Packed:
-            rows = [dataclasses.replace(row, **{field: self.logprobs(row)[0]}) for row in packed.rows]
+            rows = []
+            for row in packed.rows:
+                change: dict[str, Any] = {field: self.logprobs(row)[0]}
+                rows.append(dataclasses.replace(row, **change))
             return dataclasses.replace(packed, rows=rows)
 
         return [batch.each(computed) for batch in batches]
@@ -120,7 +123,7 @@ def prepare(cfg: JobConf) -> Policy:
         facts["packing"] = _prove_packing(model, cfg.packing, device, dtype)
     else:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        model = _whole(model, device, dtype)
+        _place(model, device, dtype)
         gdn_packing.patch(model, device, packed=False)
 
     # All three read the bare model: modules and classes are not what they were once it is sharded.
@@ -162,9 +165,8 @@ def _prove_packing(
     return {"mode": cfg.mode, "verified": bool(proof), **dataclasses.asdict(proof or kernels)}
 
 
-def _whole(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """On `device` with parameters in `dtype`. Buffers stay as they are: rotary frequencies need fp32."""
-    model = model.to(device)
+    model.to(device)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    return model

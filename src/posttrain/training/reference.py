@@ -6,7 +6,7 @@ modules, and afterwards back. So the reference
 
 - is sharded exactly as the policy is: full_shard, shard_grad_op, hybrid_shard, DDP and one process;
 - costs one copy of the trained shards, on the same device or on the CPU (algorithm.kl.reference), and one parameter
-  more while they change places; no gradients, no optimizer state, no gather beyond those of its forward passes;
+  more while they change places; no gradients, no optimizer state, no gather but in its forward passes;
 - is, under an adapter, the base model at the cost of a copy of the adapter alone: the base weights are frozen and
   therefore shared, and an adapter as it starts adds nothing (LoRA, arXiv:2106.09685: B = 0);
 - has the kernels, dtypes and packing of the policy, so before the first optimizer step the two agree bitwise.
@@ -20,11 +20,11 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from posttrain.config.algorithm import KLConf, ReferenceDevice
+from posttrain.training.fsdp import give_up_forward, reshard
 
 
 def make_reference(model: torch.nn.Module, cfg: KLConf) -> Reference | None:
@@ -42,7 +42,7 @@ class Reference:
     def __init__(self, model: torch.nn.Module, device: ReferenceDevice) -> None:
         self.moved = False
         self._in_place = False
-        _reshard(model)
+        reshard(model)
         self._shards = [_copy(shard(parameter), device) for parameter in trained(model).values()]
 
     @contextlib.contextmanager
@@ -57,7 +57,7 @@ class Reference:
             RuntimeError: the reference is in place already.
         """
         self._policy_must_be_in_place()
-        _reshard(model)
+        reshard(model)
         parameters = list(trained(model).values())
         self._swap(parameters)
         self._in_place = True
@@ -65,10 +65,10 @@ class Reference:
             with torch.no_grad():
                 yield
         except BaseException:
-            _give_up_forward(model)
+            give_up_forward(model)
             raise
         finally:
-            _reshard(model)
+            reshard(model)
             self._swap(parameters)
             self._in_place = False
 
@@ -81,7 +81,7 @@ class Reference:
             RuntimeError: the reference is in place.
         """
         self._policy_must_be_in_place()
-        _reshard(model)
+        reshard(model)
         for parameter, kept in zip(trained(model).values(), self._shards, strict=True):
             kept.lerp_(shard(parameter).to(kept.device), mix)
         self.moved = True
@@ -117,21 +117,3 @@ def _copy(tensor: torch.Tensor, device: ReferenceDevice) -> torch.Tensor:
     if device is ReferenceDevice.sharded:
         return tensor.clone()
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
-
-
-def _give_up_forward(model: torch.nn.Module) -> None:
-    """To FSDP a forward that failed is still under way: it would keep what it has gathered, for the next one too."""
-    begun = isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root  # None before the first forward
-    if begun and hasattr(model, "reset_iter_state"):  # before torch 2.13 FSDP has no way back
-        model.reset_iter_state()
-
-
-def _reshard(model: torch.nn.Module) -> None:
-    """Free what FSDP has gathered: it would go on computing with it, and hides the shards behind it.
-
-    After a forward without a backward that is the head, the norm before it and what the root holds; with
-    shard_grad_op every layer.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

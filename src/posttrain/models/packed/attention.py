@@ -1,7 +1,7 @@
 """Attention on packed documents: each by itself, without a mask of [T, T].
 
-transformers' sdpa and eager attention are called on the documents one by one, or on those of similar length as a
-batch: the cost is that of the sum of L^2 instead of T^2, and no mask is made where plain causal attention is meant.
+transformers' sdpa and eager attention are called on the documents one by one, or on documents of similar length as a
+batch: the cost is the sum of L^2 instead of T^2, and no mask is made where plain causal attention is meant.
 Flash attention is left alone: it takes the boundaries itself. So are models whose attention does not go through
 transformers' attention interface with the arguments of the call: they have the mask made of position_ids.
 
@@ -16,11 +16,14 @@ import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from itertools import accumulate, pairwise
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
+from posttrain.models.internals import Interface, attention_in_use, registered
 from posttrain.models.packed.boundaries import by_document, documents
 from posttrain.models.packed.layers import mixers, modeling_module
 
@@ -61,24 +64,24 @@ def needs_no_mask(model: PreTrainedModel) -> bool:
 
 def describe(model: PreTrainedModel, packed: bool) -> str:
     """The attention of `model` in words."""
-    name = str(model.config._attn_implementation)
+    name = attention_in_use(model.config)
     if not packed or name not in OURS:
         return name
     return f"{name} by document" if needs_no_mask(model) else f"{name} with a mask of [T, T]"
 
 
-def _replace(owner, name: str, make: Callable) -> None:
+def _replace(owner: ModuleType, name: str, make: Callable) -> None:
     if not hasattr(upstream := getattr(owner, name), "by_document"):
         setattr(owner, name, _marked(upstream, make))
 
 
-def _replace_entry(interface: type, name: str, make: Callable) -> None:
-    if not hasattr(upstream := interface._global_mapping[name], "by_document"):
+def _replace_entry(interface: Interface, name: str, make: Callable) -> None:
+    if not hasattr(upstream := registered(interface)[name], "by_document"):
         interface.register(name, _marked(upstream, make))
 
 
 def _marked(upstream: Callable, make: Callable) -> Callable:
-    replacement = functools.wraps(upstream)(make(upstream))
+    replacement: Any = functools.wraps(upstream)(make(upstream))
     replacement.by_document = True
     return replacement
 
@@ -103,7 +106,7 @@ def _begin(no_mask: bool, model: PreTrainedModel, args: tuple, kwargs: dict) -> 
         _call.set((lengths, seq_idx))
 
 
-def _end(*_) -> None:
+def _end(*_: Any) -> None:
     _call.set(None)
 
 
@@ -118,7 +121,7 @@ def _document_numbers(upstream: Callable) -> Callable:
 def _mask_for_the_model(upstream: Callable) -> Callable:
     """A model that wants the mask for uses of its own gets it whole."""
 
-    def create_causal_mask(*args, **kwargs) -> Tensor | None:
+    def create_causal_mask(*args: Any, **kwargs: Any) -> Tensor | None:
         if kwargs.get("allow_is_causal_skip", True):
             return upstream(*args, **kwargs)
         call = _call.set(None)
@@ -133,7 +136,7 @@ def _mask_for_the_model(upstream: Callable) -> Callable:
 def _mask(upstream: Callable) -> Callable:
     """No mask for packed rows, unless it says more than that attention is causal, in a window or not."""
 
-    def mask(*args, **kwargs) -> Tensor | None:
+    def mask(*args: Any, **kwargs: Any) -> Tensor | None:
         if (call := _call.get()) is not None:
             chunk = getattr(kwargs.get("config"), "attention_chunk_size", None) or max(call[0])
             other = kwargs.get("use_vmap") or kwargs.get("allow_is_bidirectional_skip")  # a function of the model's own

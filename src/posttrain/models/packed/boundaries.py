@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import index as as_int
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def boundaries(lengths: Sequence[int], device: torch.device | str) -> dict[str, 
     counts = torch.tensor(lengths)
     starts = torch.tensor(list(accumulate(lengths, initial=0)))
     position_ids = torch.arange(sum(lengths)) - starts[:-1].repeat_interleave(counts)
-    seq_idx = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(counts)
+    seq_idx: Any = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(counts)
     offsets = starts.to(device, torch.int32)
     seq_idx = seq_idx[None].to(device)
     seq_idx.document_lengths = lengths  # lfm2 hands on seq_idx alone (transformers 5.17)

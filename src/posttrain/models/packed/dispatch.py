@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def dispatch(function: str, upstream: Callable) -> Callable:
             return None
         return fused or (fla_convolution() if function == "causal_conv1d_fn" else None)
 
-    replacement = functools.wraps(raw)(operation.replace(upstream, raw, kernel_for))
+    replacement: Any = functools.wraps(raw)(operation.replace(upstream, raw, kernel_for))
     replacement.kernel_for = kernel_for
     return replacement
 
@@ -93,11 +94,10 @@ def _take(kwargs: dict, rows: int, tokens: int, *carried: str) -> tuple[tuple[in
 
 def _cu_seqlens(lengths: tuple[int, ...], sent: Tensor | None, device: torch.device) -> dict[str, Tensor]:
     """What flash-linear-attention's kernels take; without the copy on the host they would ask the device."""
-    same = sent is not None and len(sent) == len(lengths) + 1  # else it has empty documents
-    return {
-        "cu_seqlens": sent if same else cumulative(lengths, device),
-        "cu_seqlens_cpu": cumulative(lengths, torch.device("cpu")),
-    }
+    # One of another length has empty documents.
+    if sent is None or len(sent) != len(lengths) + 1:
+        sent = cumulative(lengths, device)
+    return {"cu_seqlens": sent, "cu_seqlens_cpu": cumulative(lengths, torch.device("cpu"))}
 
 
 def _seq_idx(lengths: tuple[int, ...], sent: Tensor | None, device: torch.device) -> Tensor:

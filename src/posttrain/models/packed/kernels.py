@@ -12,6 +12,7 @@ Shapes: B rows, T tokens, N documents, H heads, K and V head widths, D channels,
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def delta_rule(
     g: Tensor,
     beta: Tensor,
     lengths: tuple[int, ...],
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`raw` (transformers' chunked gated delta rule, or Kimi delta attention) on each document of a row.
 
@@ -60,7 +61,7 @@ def state_space_scan(
     C: Tensor,
     chunk: int,
     lengths: tuple[int, ...],
-    **kwargs,
+    **kwargs: Any,
 ) -> Tensor:
     """`raw` (transformers' mamba2_chunk_scan) on each document of a row.
 
@@ -76,7 +77,7 @@ def state_space_scan(
 
 
 def refuse_state(
-    lengths: tuple[int, ...], initial_state: Tensor | None = None, output_final_state: bool = False, **_
+    lengths: tuple[int, ...], initial_state: Tensor | None = None, output_final_state: bool = False, **_: Any
 ) -> None:
     """ValueError for a recurrent state in or out: several documents do not have one in common."""
     if initial_state is not None or output_final_state:
@@ -106,7 +107,7 @@ class _Taps(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, edges: Edges) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, edges: Edges) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.edges, ctx.has_bias = edges, bias is not None
         source = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
@@ -119,7 +120,7 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad = grad.to(torch.promote_types(x.dtype, torch.float32), copy=True)
         taps = weight.to(grad.dtype).flip(1)[..., None]

@@ -6,6 +6,8 @@ runs packed rows through a tiny copy of the model and compares what every layer 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -119,10 +121,10 @@ class Probe:
         trace: Trace = []
         running: list[nn.Module] = [self.model]
 
-        def before(layer: nn.Module, *_) -> None:
+        def before(layer: nn.Module, *_: Any) -> None:
             running.append(layer)
 
-        def after(layer: nn.Module, _, output) -> None:
+        def after(layer: nn.Module, _: Any, output: Any) -> None:
             made, name = output[0] if isinstance(output, tuple) else output, type(running.pop()).__name__
             if isinstance(made, Tensor) and made.is_floating_point() and made.shape[:2] == (1, len(ids_T)):
                 trace.append((name, made[0]))

@@ -1,0 +1,59 @@
+"""What transformers keeps private and the project reads all the same, each in one function (seen in 5.15 to 5.23).
+
+What the packing patch replaces is in packed/, with the upstream functions that it replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+Interface = type[AttentionInterface] | type[AttentionMaskInterface]
+
+# By the class of the config. Upstream annotates the mapping as one to pairs, which are for tokenizers alone.
+CAUSAL_MODELS = cast(Mapping[type[PreTrainedConfig], type[PreTrainedModel]], MODEL_FOR_CAUSAL_LM_MAPPING)
+
+
+def layer_classes(model: PreTrainedModel) -> list[str]:
+    """Names of the decoder layer classes that the model really holds. Upstream's own list has vision blocks too."""
+    present = {type(module).__name__ for module in model.modules()}
+    return sorted(present & set(model._no_split_modules or []))
+
+
+def registered(interface: Interface) -> dict[str, Any]:
+    """What is registered with one of transformers' interfaces, by name."""
+    return interface._global_mapping
+
+
+def attention_in_use(config: PreTrainedConfig) -> str:
+    """The name of the implementation that a model of this config calls."""
+    return str(config._attn_implementation)
+
+
+def experts_in_use(config: PreTrainedConfig) -> str:
+    """The name of the implementation of experts; "None" where the architecture has no choice."""
+    return str(getattr(config, "_experts_implementation", None))
+
+
+def takes_flash_attention(model_class: type | None) -> bool:
+    """Can the class run with flash attention? None, for a checkpoint with code of its own, cannot say so."""
+    return getattr(model_class, "_supports_flash_attn", False)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Has torch.compile been applied to the model, or to a part of it?"""
+    return hasattr(model, "_orig_mod") or any(module._compiled_call_impl for module in model.modules())
+
+
+def from_config(model_class: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """A model with random weights. The public way goes through the auto classes, which some configs are not in."""
+    return model_class._from_config(config, **options)

@@ -1,0 +1,1 @@
+"""Tables of what holds for every causal language model of transformers, on tiny models of each: packing, FLOPs."""

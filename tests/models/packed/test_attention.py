@@ -1,0 +1,132 @@
+"""Attention by document and the call around it: no waiting for the device, no mask of the row, no other boundaries."""
+
+import pytest
+import torch
+from architecture_cases import STATEFUL, known, patched
+from packed_models import alone, difference, packed, tokens
+from packing_cases import MIXED
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from posttrain.errors import UserError
+from posttrain.models.architectures import tiny
+from posttrain.models.gdn_packing import boundaries, patch
+
+
+class Watch(TorchDispatchMode):
+    """Lists operations that would make the host wait for a device, and the largest number of booleans in a tensor."""
+
+    WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "is_nonzero", "equal"}
+
+    def __init__(self):
+        super().__init__()
+        self.waits, self.booleans = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "_index_put_impl_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if name in self.WAITS or by_mask:
+            self.waits.append(name)
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype is torch.bool:
+            self.booleans = max(self.booleans, result.numel())
+        return result
+
+
+NEVER_WAIT = [*STATEFUL, "llama", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3"]
+NEVER_WAIT.remove("qwen4_exp_text")  # its own sparse attention does
+
+
+@pytest.mark.parametrize("name", known(NEVER_WAIT))
+@torch.no_grad()
+def test_the_host_never_waits_inside_the_model(name):
+    """In the second call with the same lengths: the first makes index plans on the host."""
+    model, ids = patched(name), tokens(sum(MIXED))
+    inputs = boundaries(MIXED, "cpu")
+    model(input_ids=ids[None], **inputs)
+    with Watch() as watch:
+        model(input_ids=ids[None], **inputs)
+    assert watch.waits == []
+
+
+def test_the_watch_sees_a_wait():
+    with Watch() as watch:
+        x = torch.arange(4)
+        x[x > 1], bool(x.sum() > 3), x.nonzero()
+    assert set(watch.waits) == {"index", "_local_scalar_dense", "nonzero"}
+
+
+@pytest.mark.parametrize(
+    "name", known(["llama", "qwen3_5_text", "granitemoehybrid", "gpt2", "gemma3_text", "gpt_oss", "mistral"])
+)
+@torch.no_grad()
+def test_no_mask_of_the_whole_row_is_made(name):
+    model, ids = patched(name), tokens(sum(MIXED))
+    with Watch() as watch:
+        packed(model, ids, MIXED)
+    assert watch.booleans < sum(MIXED) ** 2
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", known(["llama", "qwen3_5_text", "gemma3_text", "granitemoehybrid"]))
+@torch.no_grad()
+def test_each_attention_and_longer_documents_than_its_window(name, attention):
+    model = patched(name)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(attention)
+    try:
+        assert max(MIXED) > (getattr(model.config, "sliding_window", None) or 0)
+        ids = tokens(sum(MIXED))
+        assert difference(packed(model, ids, MIXED), alone(model, ids, MIXED)) < 3e-5
+        assert patch(model).kernels["attention"] == f"{attention} by document"
+    finally:
+        model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def test_masks_and_positions_of_other_callers():
+    """An all-ones mask beside the boundaries; position_ids alone, on attention, as without the patch."""
+    model, ids = patched("llama"), tokens(30)
+    wanted = alone(model, ids, (13, 17))
+    ones = torch.ones(1, 30, dtype=torch.long)
+    assert difference(packed(model, ids, (13, 17), attention_mask=ones), wanted) < 3e-5
+    hybrid = patched("qwen3_5_text")
+    assert difference(packed(hybrid, ids, (13, 17), attention_mask=ones), alone(hybrid, ids, (13, 17))) < 3e-5
+    positions = boundaries((13, 17), "cpu")["position_ids"]
+    logits = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
+    assert difference(logits, wanted) < 3e-5
+
+
+@pytest.mark.parametrize("name", known(["llama", "qwen3_5_text"]))
+def test_boundaries_of_another_row_are_refused(name):
+    """A collator that pads the row after the boundaries were made; lengths in another order; a cache."""
+    model, ids = patched(name), tokens(64)
+    short = boundaries((13, 17), "cpu")
+    padded = torch.nn.functional.pad(short["seq_idx"], (0, 34), value=1)
+    positions = torch.arange(64)[None]
+    with pytest.raises(ValueError, match="must fill one row.*padding included"):
+        model(input_ids=ids[None], **short | {"seq_idx": padded, "position_ids": positions})
+    with pytest.raises(ValueError, match="those of seq_idx"):
+        model(input_ids=ids[None, :30], **short | {"document_lengths": (17, 13)})
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(input_ids=ids[None, :30], **short | {"use_cache": True})
+
+
+def test_a_failed_call_leaves_no_boundaries_behind():
+    model, ids = patched("llama"), tokens(30)
+    with pytest.raises(IndexError):
+        packed(model, ids + 10_000, (13, 17))
+    with torch.no_grad():
+        plain = model(input_ids=ids[None], use_cache=False).logits[0]
+        assert difference(plain[:13], packed(model, ids, (13, 17))[:13]) < 3e-5
+        assert difference(plain[13:], packed(model, ids, (13, 17))[13:]) > 1e-2  # one document attends to all
+
+
+def test_a_compiled_model_is_refused():
+    model = tiny("llama")
+    with pytest.raises(UserError, match="compiled model.*Compile it afterwards"):
+        patch(torch.compile(model, backend="eager"))
+    model.compile(backend="eager")
+    with pytest.raises(UserError, match="compiled model"):
+        patch(model)

@@ -1,0 +1,130 @@
+"""Which kernel runs: by the device of the tensors, and with the boundaries that came with the call."""
+
+import functools
+import importlib
+import inspect
+
+import pytest
+import recurrences
+import torch
+import torch.nn.functional as F
+from packed_models import alone, assert_same, built, packed, tokens
+
+from posttrain.models.gdn_packing import boundaries, patch
+from posttrain.models.packed import dispatch
+
+DELTA_NET_FUNCTIONS = (
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+)
+
+
+@pytest.fixture
+def module():
+    """The modeling module of dense qwen3_5, patched, to be broken with monkeypatch."""
+    built("qwen3_5")
+    return importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+
+
+def bound_at_import(raw, implementation):
+    """What transformers makes of a torch function and a package: the kernel is fixed at import."""
+    applicable = tuple(inspect.signature(implementation).parameters)
+
+    @functools.wraps(raw)
+    def wrapped(*args, **kwargs):
+        return implementation(*args, **{k: v for k, v in kwargs.items() if k in applicable})
+
+    return wrapped
+
+
+@pytest.mark.parametrize("with_kernels_package", [False, True])
+@torch.no_grad()
+def test_a_gpu_kernel_bound_on_a_machine_without_gpu(module, monkeypatch, with_kernels_package):
+    """triton and fla importable, no driver: upstream dies in the first forward; patched, it runs."""
+
+    def no_driver(q, k, v, g, beta, cu_seqlens=None, **kwargs):
+        raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    model, ids, function = built("qwen3_5"), tokens(30), None
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+        function = bound_at_import(inspect.unwrap(getattr(module, name)), no_driver)
+        if with_kernels_package:  # wraps functions in modules
+
+            def as_module(func):
+                class Func(torch.nn.Module):
+                    def forward(self, *args, **kwargs):
+                        return func(*args, **kwargs)
+
+                return Func()
+
+            function = as_module(function)
+        monkeypatch.setattr(module, name, function)
+    with pytest.raises(RuntimeError, match="0 active drivers"):
+        model(input_ids=ids[None], use_cache=False)
+    patch(model)
+    assert_same(packed(model, ids, (13, 17)), alone(model, ids, (13, 17)))
+    model.generate(ids[None], max_new_tokens=3, do_sample=False)
+    on_gpu = module.torch_chunk_gated_delta_rule.kernel_for(torch.device("cuda"))
+    assert on_gpu is no_driver and module.torch_chunk_gated_delta_rule.kernel_for(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("convolution", ["causal_conv1d", "fla"])
+@torch.no_grad()
+def test_fused_kernels_receive_the_boundaries(module, monkeypatch, convolution):
+    """Kernels of the real signatures, written as loops over documents, run where `FUSED_ON` says."""
+    calls = []
+
+    def chunk_gated_delta_rule(
+        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None,
+    ):  # fmt: skip
+        calls.append("delta rule")
+        assert use_qk_l2norm_in_kernel and scale is None and initial_state is None
+        if cu_seqlens is None:
+            return torch.stack([recurrences.delta_rule(*row) for row in zip(q, k, v, g, beta, strict=True)]), None
+        assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
+        lengths = cu_seqlens.diff().tolist()
+        documents = zip(*(x[0].split(lengths) for x in (q, k, v, g, beta)), strict=True)
+        return torch.cat([recurrences.delta_rule(*document) for document in documents])[None], None
+
+    def conv(x, weight, bias, lengths, activation):
+        parts = [F.conv1d(F.pad(p, (3, 0)), weight[:, None], bias, groups=len(weight)) for p in x.split(lengths, -1)]
+        return F.silu(torch.cat(parts, -1)) if activation == "silu" else torch.cat(parts, -1)
+
+    def causal_conv1d_fn(
+        x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False,
+        final_states_out=None, activation=None,
+    ):  # fmt: skip
+        calls.append("convolution")
+        if seq_idx is None:
+            return conv(x, weight, bias, [x.shape[-1]], activation)
+        assert x.stride(1) == 1 and seq_idx.dtype == torch.int32 and seq_idx.shape == (1, x.shape[-1])
+        return conv(x, weight, bias, torch.unique_consecutive(seq_idx, return_counts=True)[1].tolist(), activation)
+
+    def fla_causal_conv1d(x, weight=None, bias=None, activation=None, cu_seqlens=None, cu_seqlens_cpu=None):
+        calls.append("convolution")
+        lengths = [x.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+        return conv(x.transpose(1, 2), weight, bias, lengths, activation).transpose(1, 2), None
+
+    fla_causal_conv1d.__module__ = "fla.modules.causal_conv1d"
+    raw = {name: inspect.unwrap(getattr(module, name)) for name in DELTA_NET_FUNCTIONS}
+    bound = {"torch_chunk_gated_delta_rule": chunk_gated_delta_rule}
+    if convolution == "causal_conv1d":
+        bound["causal_conv1d_fn"] = causal_conv1d_fn
+    for name, function in raw.items():
+        monkeypatch.setattr(module, name, bound_at_import(function, bound.get(name, function)))
+    monkeypatch.setattr(dispatch, "fla_convolution", lambda: fla_causal_conv1d)
+    model, ids = built("qwen3_5"), tokens(30)
+    patch(model)
+    expected = alone(model, ids, (13, 2, 15))
+    assert not calls
+    monkeypatch.setattr(dispatch, "FUSED_ON", {"cpu"})
+    assert_same(packed(model, ids, (13, 2, 15)), expected)
+    assert_same(alone(model, ids, (13, 2, 15)), expected)
+    assert calls.count("delta rule") == calls.count("convolution") == 3 * (1 + 3)
+    foreign = {k: v for k, v in boundaries((13, 2, 15), "cpu").items() if k != "document_lengths"}
+    foreign["cu_seq_lens_q"] = torch.tensor([0, 13, 15, 30, 30], dtype=torch.int32)  # an empty document
+    assert_same(model(input_ids=ids[None], **foreign).logits[0], expected)
+    assert patch(model).kernels["gated_delta_rule"].endswith("chunk_gated_delta_rule")

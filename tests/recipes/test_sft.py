@@ -1,0 +1,121 @@
+"""recipes/sft.py: against the mean over answer tokens written out, over ranks, resumed, and what it records."""
+
+import json
+import re
+
+import pytest
+import torch
+from jobs import run_jobs
+
+from posttrain.config import Architecture, ArithmeticConf, ModelConf, TaskName
+from posttrain.models import gdn_packing
+from posttrain.models.loading import load
+from posttrain.tasks import batch, make_task
+
+STEPS, BATCH = 4, 6
+RUN = [
+    f"steps={STEPS}",
+    f"batch_size={BATCH}",
+    "optim.lr=1e-3",
+    "packing.tokens_per_row=24",
+    "evaluation.prompts=4",
+    "checkpoint.every=0",
+    "checkpoint.export=false",
+    "metrics.peak_tflops=1",
+]
+RESUMABLE = ["checkpoint.every=2", "optim.schedule=linear", "optim.warmup_steps=3"]
+
+
+def timeless(run):
+    """The training records without what a clock or the memory says."""
+    return [{k: v for k, v in record.items() if not k.startswith(("time/", "perf/"))} for record in run.training]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """name -> run, on one start of a rank."""
+    jobs = {
+        "plain": RUN,
+        "unmetered": [*RUN, "metrics=none", "evaluation.every=2"],
+        "saved": [*RUN, *RESUMABLE],
+    }
+    runs = run_jobs(tmp_path_factory.mktemp("one") / "jobs", *jobs.values(), recipe="sft", fault="watched_policy")
+    return dict(zip(jobs, runs, strict=True))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    (run,) = run_jobs(tmp_path_factory.mktemp("two") / "jobs", RUN, nproc=2, recipe="sft", fault="watched_policy")
+    assert run.returncode == 0 and run.summary["world_size"] == 2, run.output
+    return run
+
+
+@pytest.fixture(scope="module")
+def written_out():
+    """(loss, gradient norm) of each step: one document at a time, no packing, no sharding."""
+    model, tokenizer = load(ModelConf(architecture=Architecture.qwen3_5_dense))
+    gdn_packing.patch(model)
+    train = make_task(ArithmeticConf(name=TaskName.arithmetic, largest=49), tokenizer).train
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
+    rows = []
+    for step in range(STEPS):
+        losses = []
+        for problem in batch(train, BATCH, step, seed=0):
+            answer = [*tokenizer(problem.answer)["input_ids"], tokenizer.eos_token_id]
+            ids, first = torch.tensor([[*problem.prompt_ids, *answer]]), len(problem.prompt_ids)
+            table = model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1].log_softmax(-1)
+            losses += -table.gather(1, ids[0, first:, None])[:, 0]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        rows.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return rows, train
+
+
+def test_loss_and_gradient_norm_of_each_step_on_one_and_two_ranks(one, two, written_out):
+    """Adam hides a loss that is too large, and a loss that falls says nothing: the norm tells."""
+    rows, _ = written_out
+    for run in (one["plain"], two):
+        assert run.returncode == 0, run.output
+        for record, (loss, norm) in zip(run.training, rows, strict=True):
+            assert record["loss"] == pytest.approx(loss, abs=1e-5)
+            assert record["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        assert max(record["packing/micro_batches"] for record in run.training) > 1
+    for a, b in zip(timeless(one["plain"]), timeless(two), strict=True):
+        assert (a["loss"], a["num_tokens"], a["learning_rate"]) == pytest.approx(
+            (b["loss"], b["num_tokens"], b["learning_rate"]), rel=1e-5
+        )
+
+
+def test_each_step_shows_the_next_problems(two, written_out):
+    _, train = written_out
+    said = [json.loads(line) for line in re.findall(r"prompts (\[\[.*\]\])", two.output)]
+    expected = [[list(problem.prompt_ids) for problem in batch(train, BATCH, step, seed=0)] for step in range(STEPS)]
+    assert [[ids for _, ids in prompts] for prompts in said] == expected * 2  # of both ranks, which know all
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(one, tmp_path):
+    saved = one["saved"]
+    assert saved.returncode == 0, saved.output
+    step = saved.directory / "checkpoints" / "step_00000002"
+    (resumed,) = run_jobs(tmp_path / "jobs", [*RUN, *RESUMABLE, f"resume={step}"], recipe="sft")
+    assert resumed.returncode == 0, resumed.output
+    assert timeless(resumed) == timeless(saved)[2:] and len(timeless(resumed)) == 2
+    assert resumed.summary["resumed_from"] == str(step) and saved.training[0]["learning_rate"] < 1e-3
+    assert [r["step"] for r in saved.records if "time/checkpoint" in r] == [2, 4]
+
+
+def test_evaluations_between_steps_and_the_meter(one):
+    plain, unmetered = one["plain"], one["unmetered"]
+    assert [r["step"] for r in plain.records if "eval/reward" in r] == [4]
+    assert [r["step"] for r in unmetered.records if "eval/reward" in r] == [2, 4]
+    assert unmetered.summary["evaluation"]["eval/prompts"] == 4
+    for record in plain.training:
+        seconds = record["time/update"]
+        assert record["perf/mfu"] == pytest.approx(record["perf/flops_update"] / seconds / 1e12)
+        assert 0 < record["perf/mfu_step"] <= record["perf/mfu"] and record["perf/tokens_per_second"] > 0
+    assert plain.summary["mfu"]["available"] and plain.summary["mfu"]["peak_source"] == "metrics.peak_tflops"
+    assert unmetered.summary["mfu"] == {"available": False, "reason": "metrics=none"}
+    assert not any("mfu" in name or "flops" in name for record in unmetered.records for name in record)
+    assert timeless(plain) == timeless(unmetered)  # bitwise

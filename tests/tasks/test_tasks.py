@@ -1,0 +1,184 @@
+"""Tasks and rewards: splits, files of every format, prompts through the chat template, answers as people write them."""
+
+import json
+import math
+
+import pytest
+
+from posttrain.config import AnswerReward, ArithmeticConf, FileConf, TaskName
+from posttrain.errors import UserError
+from posttrain.models.tiny import tiny_tokenizer
+from posttrain.records import Problem, Rollout
+from posttrain.tasks import batch, further, make_task, rewards
+
+TOKENIZER = tiny_tokenizer()
+ROWS = [{"question": f"What is {n}+{n}?", "answer": f"{n}+{n} is {2 * n}.\n#### {2 * n}"} for n in range(10)]
+
+
+def arithmetic(**options):
+    return make_task(ArithmeticConf(name=TaskName.arithmetic, **options), TOKENIZER)
+
+
+def gsm8k(path, **options):
+    columns = dict(prompt_column="question", answer_column="answer", answer_reward=AnswerReward.numeric)
+    return make_task(FileConf(name=TaskName.gsm8k, path=str(path), **columns, **options), TOKENIZER)
+
+
+def score(task, text, answer, finished=True):
+    """Of a completion of this text to a problem with this answer."""
+    ids = tuple(TOKENIZER(text)["input_ids"]) + ((TOKENIZER.eos_token_id,) if finished else ())
+    rollout = Rollout.one_turn(
+        prompt_ids=(1,),
+        completion_ids=ids,
+        logprobs=(0.0,) * len(ids),
+        finish_reason="stop" if finished else "length",
+        group=0,
+    )
+    return task.score(Problem(task="arithmetic", index=0, prompt="", prompt_ids=(1,), answer=answer), rollout)
+
+
+def write(path, rows):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".csv":
+        import csv
+
+        with path.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_arithmetic_splits_share_nothing_and_are_fixed():
+    task = arithmetic(largest=20, heldout=41)
+    train, heldout = ({p.prompt_ids for p in split} for split in (task.train, task.heldout))
+    assert len(train) == 441 - 41 and len(heldout) == 41 and not train & heldout
+    again, other = arithmetic(largest=20, heldout=41), arithmetic(largest=20, heldout=41, seed=1)
+    assert task.heldout == again.heldout != other.heldout
+    text = TOKENIZER.decode(task.train[0].prompt_ids)
+    question = text.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>")
+    assert eval(question.removesuffix("=")) == int(task.train[0].answer)
+
+
+def test_each_epoch_shows_every_problem_once_in_a_new_order():
+    problems = arithmetic(largest=5, heldout=4).train  # 32
+    steps = [[p.index for p in batch(problems, 5, step, seed=3)] for step in range(13)]
+    seen = sum(steps, [])
+    assert sorted(seen[:32]) == sorted(seen[32:64]) == list(range(32)) and seen[:32] != seen[32:64]
+    assert [p.index for p in batch(problems, 5, 7, seed=3)] == steps[7]  # resuming needs the step's number only
+    assert [p.index for p in batch(problems, 5, 7, seed=4)] != steps[7]
+    assert sorted(p.index for p in batch(problems, 80, 0, seed=0))[:3] == [0, 0, 1]  # more than an epoch
+
+
+def test_further_draws_are_new_and_repeat_themselves():
+    problems = arithmetic(largest=5, heldout=4).train  # 32
+    seen = batch(problems, 10, 3, seed=0)
+    drawn = further(problems, 8, seen, 3, seed=0)
+    assert len({p.index for p in drawn}) == 8 and not {p.index for p in drawn} & {p.index for p in seen}
+    assert drawn == further(problems, 8, seen, 3, seed=0)
+    others = [further(problems, 8, seen, 4, seed=0), further(problems, 8, seen, 3, seed=1)]
+    assert all(drawn != other for other in [*others, further(problems, 8, seen + drawn, 3, seed=0)])
+    assert len(further(problems, 99, seen, 3, seed=0)) == 22  # no more than there are
+    assert further(problems, 0, seen, 3, seed=0) == further(problems, -2, seen, 3, seed=0) == []
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_files_of_every_format(tmp_path, suffix):
+    task = gsm8k(write(tmp_path / f"rows{suffix}", ROWS), heldout=3)
+    assert [p.answer for p in task.train] == [row["answer"] for row in ROWS[:7]]
+    assert [p.answer for p in task.heldout] == [row["answer"] for row in ROWS[7:]]
+    assert TOKENIZER.decode(task.train[1].prompt_ids) == "<|user|>What is 1+1?<|end|><|assistant|>"
+
+
+def test_csv_answers_keep_their_zeros(tmp_path):
+    file = tmp_path / "codes.csv"
+    file.write_text("prompt,answer\nagent?,007\nagent?,006\n")
+    assert make_task(FileConf(name=TaskName.jsonl, path=str(file)), TOKENIZER).train[0].answer == "007"
+
+
+def test_a_held_out_file_and_a_system_prompt(tmp_path):
+    file, other = write(tmp_path / "a.jsonl", ROWS), write(tmp_path / "b.jsonl", ROWS[:2])
+    task = gsm8k(file, eval_path=str(other), system_prompt="Think.")
+    assert len(task.train) == 10 and len(task.heldout) == 2
+    assert TOKENIZER.decode(task.train[0].prompt_ids).startswith("<|system|>Think.<|end|><|user|>What")
+
+
+def test_empty_and_overlong_prompts_are_dropped_and_counted(tmp_path):
+    rows = [*ROWS[:2], {"question": " ", "answer": "1"}, {"question": None, "answer": "1"}]
+    rows += [{"question": "x" * 200, "answer": "1"}]
+    task = gsm8k(write(tmp_path / "rows.jsonl", rows), heldout=0, max_prompt_tokens=50)
+    assert [p.index for p in task.train] == [0, 1] and task.dropped == 3
+    with pytest.raises(UserError, match="no prompt left.*max_prompt_tokens=2"):
+        gsm8k(write(tmp_path / "rows.jsonl", rows), max_prompt_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "task.path=.*rows.jsonl cannot be read: .*No such file"),
+        ("{broken", "cannot be read"),
+        ("[1, 2]\n", "each line must be a JSON object"),
+        ('{"q": 1}\n', "row 1 has no column 'question'; it has q. Set task.prompt_column"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, content, message):
+    file = tmp_path / "rows.jsonl"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UserError, match=message):
+        gsm8k(file)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, tmp_path):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="no/such-set could not be loaded from the hub") as error:
+        gsm8k("no/such-set")
+    assert "\n" not in str(error.value)
+
+
+def test_scores_and_their_weighted_total():
+    task = arithmetic(largest=3, heldout=2)
+    assert score(task, "42", "42") == {"correct": 1.0, "format": 1.0, "total": 1.0}
+    assert score(task, "41", "42")["total"] == pytest.approx(0.1)
+    assert score(task, "42", "42", finished=False)["total"] == 0.0
+    assert score(task, "4 2", "42")["total"] == 0.0
+
+
+def test_an_answer_without_a_number_is_unscorable_not_zero(tmp_path):
+    task = gsm8k(write(tmp_path / "rows.jsonl", [{"question": "?", "answer": "none"}] * 4))
+    found = score(task, "#### 3", "none")
+    assert math.isnan(found["correct"]) and math.isnan(found["total"]) and found["format"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "completion, answer, right",
+    [
+        ("so 6*7 = 42.\n#### 42", "x\n#### 42", 1.0),
+        ("#### 1,234", "#### 1234", 1.0),
+        ("#### 42.0", "#### 42", 1.0),
+        ("the answer is 42.", "42", 1.0),
+        ("it is -3", "#### -3", 1.0),
+        ("6*7 = 42", "42", 1.0),
+        ("6*7 = 42", "6", 0.0),
+        ("#### $5", "#### 5", 1.0),
+        ("#### 41", "#### 42", 0.0),
+        ("no idea", "#### 42", 0.0),
+        ("#### ", "#### 42", 0.0),
+    ],
+)
+def test_numeric_reward(completion, answer, right):
+    assert rewards.numeric(completion, answer, True) == right
+
+
+def test_the_tokenizer_round_trips_any_text():
+    for text in ["héllo 😀", "a\n\t b", "<|end|>", "日本語"]:
+        assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
+    assert TOKENIZER.pad_token_id != TOKENIZER.eos_token_id

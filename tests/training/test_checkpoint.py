@@ -1,0 +1,143 @@
+"""A resumed run equals the uninterrupted one bitwise, on any start; what is no checkpoint is refused."""
+
+import json
+import shutil
+
+import pytest
+from conftest import SMALL, command
+
+from posttrain.errors import UserError
+from posttrain.training import checkpoint
+
+RUN = [*SMALL, "steps=4", "checkpoint.every=2", "optim.schedule=linear", "optim.warmup_steps=3"]
+
+
+def records(directory):
+    """Of training, without what a clock or the memory says."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))}
+        for line in lines
+        if "loss" in line
+    ]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def whole(request, tmp_path_factory):
+    """An uninterrupted run of four steps with checkpoints after two and four."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    process = command("grpo", *RUN, f"launch.nproc={request.param}", f"hydra.run.dir={directory}")
+    assert process.returncode == 0, process.stdout
+    return directory, f"launch.nproc={request.param}"
+
+
+def test_resume_from_a_path_into_a_new_directory(whole, tmp_path):
+    directory, nproc = whole
+    step = directory / "checkpoints" / "step_00000002"
+    process = command("grpo", *RUN, nproc, f"resume={step}", f"hydra.run.dir={tmp_path / 'run'}")
+    assert process.returncode == 0, process.stdout
+    assert records(tmp_path / "run") == records(directory)[2:]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["resumed_from"] == str(step)
+
+
+def test_resume_auto_continues_in_the_same_directory(whole, tmp_path):
+    """As after a kill in step 4: the newest checkpoint is of step 2, and step 3 is on record already."""
+    directory, nproc = whole
+    copy = tmp_path / "run"
+    shutil.copytree(directory, copy)
+    shutil.rmtree(copy / "checkpoints" / "step_00000004")
+    (copy / "checkpoints" / "step_00000004").mkdir()  # died while it renamed: incomplete, not taken
+    process = command("grpo", *RUN, nproc, "resume=auto", f"hydra.run.dir={copy}")
+    assert process.returncode == 0, process.stdout
+    assert records(copy) == records(directory)
+    assert [path.name for path in checkpoint.complete(copy)] == ["step_00000002", "step_00000004"]
+
+
+def test_other_ranks_go_on_and_other_formats_are_refused(whole, tmp_path):
+    directory, nproc = whole
+    other = "launch.nproc=1" if nproc == "launch.nproc=2" else "launch.nproc=2"
+    process = command(
+        "grpo", *RUN, other, "seed=0", f"resume={directory}", "steps=5", f"hydra.run.dir={tmp_path / 'run'}"
+    )
+    assert process.returncode == 0 and "resumed with steps=5 instead of 4" in process.stdout, process.stdout
+    (record,) = records(tmp_path / "run")
+    assert record["step"] == 5
+    if other == "launch.nproc=1":
+        return
+    for wrong, advice in (("fsdp=no_shard", "fsdp=full_shard"), ("model=qwen3_dense", "its model")):
+        process = command(
+            "grpo", *RUN, wrong, f"resume={directory}", "steps=5", f"hydra.run.dir={tmp_path / 'refused' / wrong[:4]}"
+        )
+        assert process.returncode == 2 and f"Resume with {advice}." in process.stdout, process.stdout
+
+
+def test_nothing_left_to_do(whole, tmp_path):
+    directory, nproc = whole
+    before = (directory / "summary.json").read_text(), (directory / "metrics.jsonl").read_text()
+    process = command("grpo", *RUN, nproc, "resume=auto", f"hydra.run.dir={directory}")
+    assert process.returncode == 0 and "nothing left to do" in process.stdout, process.stdout
+    assert before == ((directory / "summary.json").read_text(), (directory / "metrics.jsonl").read_text())
+    process = command("grpo", *RUN, nproc, f"resume={directory}", "steps=3", f"hydra.run.dir={tmp_path / 'run'}")
+    assert process.returncode == 2 and "raise steps" in process.stdout, process.stdout
+
+
+def test_only_the_newest_are_kept_and_the_export_loads_and_evaluates(tmp_path):
+    directory = tmp_path / "run"
+    options = ["checkpoint.every=1", "checkpoint.keep=1", "checkpoint.export=true", "evaluation.every=1"]
+    process = command("grpo", *SMALL, *options, "evaluation.prompts=16", f"hydra.run.dir={directory}")
+    assert process.returncode == 0, process.stdout
+    assert [path.name for path in checkpoint.complete(directory)] == ["step_00000002"]
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    kinds = [(line["step"], next(k for k in ("loss", "eval/reward", "time/checkpoint") if k in line)) for line in lines]
+    each = ("loss", "eval/reward", "time/checkpoint")
+    assert kinds == [(1, kind) for kind in each] + [(2, "loss"), (2, "time/checkpoint"), (2, "eval/reward")]
+    trained = json.loads((directory / "summary.json").read_text())["evaluation"]
+    assert json.loads((directory / "model" / "config.json").read_text())["dtype"] == "bfloat16"  # as the weights came
+    process = command(
+        "evaluate",
+        f"model.path={directory}/model",
+        "model.dtype=bf16",
+        "evaluation.prompts=16",
+        f"hydra.run.dir={tmp_path / 'evaluation'}",
+    )
+    assert process.returncode == 0, process.stdout
+    found = json.loads((tmp_path / "evaluation" / "summary.json").read_text())["evaluation"]
+    assert found["eval/rewards/correct"] == pytest.approx(trained["eval/rewards/correct"], abs=0.13)  # bf16: two of 16
+
+
+def test_supervised_steps_lower_the_loss_and_stop_early(tmp_path):
+    directory = tmp_path / "run"
+    options = ["init=true", "steps=6", "batch_size=32", "evaluation.prompts=8", "evaluation.every=3", "stop_at=0"]
+    process = command("sft", *options, "launch.nproc=2", f"hydra.run.dir={directory}")
+    assert process.returncode == 0, process.stdout
+    summary = json.loads((directory / "summary.json").read_text())
+    losses = [record["loss"] for record in records(directory)]
+    assert (
+        len(losses) == 3
+        and losses[0] > losses[1] > losses[2]
+        and summary["steps"] == 3
+        and summary["packing"]["verified"]
+    )
+    assert (directory / "model" / "model.safetensors").exists()
+
+
+def checkpoints(run_dir, *steps):
+    for step in steps:
+        folder = run_dir / "checkpoints" / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / checkpoint.PROGRESS).write_text(json.dumps({"step": step}))
+
+
+def test_what_resume_means(tmp_path):
+    assert checkpoint.find(None, tmp_path) is None
+    assert checkpoint.find("auto", tmp_path) is None
+    checkpoints(tmp_path, 5, 100, 20)
+    (tmp_path / "checkpoints" / "partial_00000200").mkdir()
+    newest = tmp_path / "checkpoints" / "step_00000100"
+    assert checkpoint.find("auto", tmp_path) == newest
+    assert checkpoint.find(str(tmp_path), tmp_path / "other") == newest
+    older = tmp_path / "checkpoints" / "step_00000005"
+    assert checkpoint.find(str(older), tmp_path) == older
+    for wrong in ("nowhere", tmp_path / "checkpoints" / "partial_00000200"):
+        with pytest.raises(UserError, match="no checkpoint there. Give a run directory"):
+            checkpoint.find(str(wrong), tmp_path)
