@@ -47,9 +47,16 @@ COMPAT ?= 5.14.1 5.15.0 5.17.0 5.19.0 5.23.0
 test-compat: install ## the packing tests on other versions of transformers; COMPAT="5.17.0 ..."
 	$(RUN) tests/compat.py $(COMPAT)
 
-lint: install ## ruff
+lint: install ## ruff and mypy
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+same: install ## every metric of four small runs, exactly as on another commit: make same BASE=<commit>
+	$(RUN) tests/same.py $(BASE) $(ARGS)
+
+mutants: install ## plant faults one at a time and see whether the tests notice (about an hour); ARGS="optim ..."
+	$(RUN) tests/mutants.py $(ARGS)
 
 TINY := qwen3_5_dense qwen3_5_moe qwen3_next qwen3_dense
 EMBEDDED := src/posttrain/models/embedded
@@ -71,6 +78,6 @@ bench: install ## time from the command to the first update; kernels, packing, l
 	$(RUN) benchmarks/mfu.py
 
 clean: ## remove the environment and caches, not outputs/
-	rm -rf $(VENV) .venv-compat .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-compat .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
-.PHONY: help install install-gpu train sweep notebook pictures test test-slow test-gpu test-compat lint tiny bench clean
+.PHONY: help install install-gpu train sweep notebook pictures test test-slow test-gpu test-compat lint same mutants tiny bench clean

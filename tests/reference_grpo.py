@@ -138,7 +138,7 @@ def reference(
 
 
 def assert_equals(run, rows, tolerance=1e-4, full_every=10):
-    """Each record has the reference's values. `entropy` is there in full steps, and where all tokens have a gradient."""
+    """Each record has the reference's values. `entropy` is there in full steps, and if all is trained on."""
     assert run.returncode == 0, run.output
     assert len(run.training) == len(rows)
     for step, (record, row) in enumerate(zip(run.training, rows, strict=True)):

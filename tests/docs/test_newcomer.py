@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md tells a newcomer, followed to the letter: its code blocks on a copy of the project, which trains."""
+"""CONTRIBUTING.md followed to the letter: its code blocks are applied to a copy of the project, and the copy trains."""
 
 import json
 import os

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, SMALL, Run
 from hydra import compose, initialize_config_dir
+from jobs import run_jobs
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -300,6 +301,25 @@ def test_steps_after_a_pause_are_marked_and_hold_no_pause(faulty_runs):
     assert pauses == {"time/evaluation": [2, 4, 6], "time/checkpoint": [3, 6]}
     assert all("loss" not in record for record in run.records if pauses.keys() & record.keys())
     assert {"checkpoint", "evaluation"} <= run.summary["seconds"].keys()
+
+
+def test_two_ranks_are_two_devices_and_spares_are_not_billed(tmp_path):
+    """A row a document and an odd number of documents: one rank has a spare."""
+    overrides = ["prompts_per_step=3", "rollout.group_size=3", "packing.tokens_per_row=1", "evaluation.prompts=0"]
+    overrides += ["metrics.peak_tflops=0.5", "metrics.full_every=1"]
+    (one,) = run_jobs(tmp_path / "one", overrides)
+    (two,) = run_jobs(tmp_path / "two", overrides, nproc=2)
+    assert one.returncode == two.returncode == 0, one.output + two.output
+    assert (one.summary["world_size"], two.summary["world_size"]) == (1, 2)
+    spared = [record["packing/fill"] < 1 for record in two.training]
+    assert any(spared) and all(record["packing/fill"] == 1 for record in one.training)
+    for alone, shared in zip(one.training, two.training, strict=True):
+        for name in ("perf/flops_update", "perf/flops_rollout", "perf/flops_metrics"):
+            assert shared[name] == alone[name], name
+        for record, devices in ((alone, 1), (shared, 2)):
+            rate = record["perf/flops_update"] / record["time/update"] / 1e12 / devices
+            assert record["perf/tflops_per_device"] == pytest.approx(rate)
+            assert record["perf/mfu"] == pytest.approx(rate / 0.5)
 
 
 def test_a_rate_above_the_peak_is_absent_and_says_so(model, caplog):

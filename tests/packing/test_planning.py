@@ -127,7 +127,7 @@ def test_ranks_compute_the_same(mix, ranks, each):
     load = [sum(one[d.index] for row in share for d in row if d is not SPARE) for share in plan]
     assert max(one) < sum(load) / ranks / 2
     imbalance = max(load) * ranks / sum(load)
-    assert imbalance <= 1.02
+    assert imbalance <= 1.005  # balanced by tokens, the log-normal mixes of 16 documents a rank have 1.011 and 1.013
     assert planning.statistics([plan], conf(), COST)["packing/rank_imbalance"] == pytest.approx(imbalance, rel=1e-3)
     assert len(plan[0]) <= math.ceil(least_rows(documents) / ranks) + 1
     for share in plan:  # costliest first
@@ -142,6 +142,27 @@ def test_a_giant_has_a_rank_to_itself():
     assert [[d.index for d in row] for row in share if SPARE not in row] == [[128]]
     others = [sum(flops(d) for row in other for d in row) for other in plan if other is not share]
     assert max(others) / min(others) < 1.04
+
+
+def test_attention_counts_in_the_balance():
+    """A long document costs as much as many short ones of more tokens together."""
+    quadratic = PassCost(per_token=0, per_logit=0, per_pair={None: 1})
+    documents = [document(100, 100), *(document(5, 5, n + 1) for n in range(40))]
+    plan = planning.plan(documents, SPARE, conf(), 2, quadratic)
+    assert sorted(sorted(d.index for row in share for d in row if d is not SPARE) for share in plan) == [
+        [0],
+        list(range(1, 41)),
+    ]
+
+
+def test_the_busiest_rank_is_found_for_each_optimizer_step():
+    """Ranks wait for each other at the end of each: two steps with different busiest ranks do not make up for it."""
+    tokens = PassCost(per_token=1, per_logit=0, per_pair={})
+    few, many = [[document(5, 5)]], [[document(15, 15)]]
+    found = planning.statistics([[few, many], [many, few]], conf(), tokens)
+    assert found["packing/rank_imbalance"] == pytest.approx((30 + 30) * 2 / 80)
+    assert planning.statistics([[few, many]] * 2, conf(), tokens)["packing/rank_imbalance"] == pytest.approx(1.5)
+    assert found["packing/micro_batches"] == 2 and found["packing/fill"] == 1
 
 
 def test_a_padded_micro_batch_costs_its_longest_document_times_their_number():

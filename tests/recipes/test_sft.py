@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from conftest import command
 from jobs import run_jobs
 
 from posttrain.config import Architecture, ArithmeticConf, ModelConf, TaskName
@@ -16,7 +17,7 @@ STEPS, BATCH = 4, 6
 RUN = [
     f"steps={STEPS}",
     f"batch_size={BATCH}",
-    "optim.lr=1e-3",
+    "optim.lr=1e-4",
     "packing.tokens_per_row=24",
     "evaluation.prompts=4",
     "checkpoint.every=0",
@@ -56,7 +57,7 @@ def written_out():
     model, tokenizer = load(ModelConf(architecture=Architecture.qwen3_5_dense))
     gdn_packing.patch(model)
     train = make_task(ArithmeticConf(name=TaskName.arithmetic, largest=49), tokenizer).train
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0)
     rows = []
     for step in range(STEPS):
         losses = []
@@ -79,12 +80,12 @@ def test_loss_and_gradient_norm_of_each_step_on_one_and_two_ranks(one, two, writ
     for run in (one["plain"], two):
         assert run.returncode == 0, run.output
         for record, (loss, norm) in zip(run.training, rows, strict=True):
-            assert record["loss"] == pytest.approx(loss, abs=1e-5)
+            assert record["loss"] == pytest.approx(loss, abs=1e-4)
             assert record["grad_norm"] == pytest.approx(norm, rel=1e-3)
         assert max(record["packing/micro_batches"] for record in run.training) > 1
     for a, b in zip(timeless(one["plain"]), timeless(two), strict=True):
         assert (a["loss"], a["num_tokens"], a["learning_rate"]) == pytest.approx(
-            (b["loss"], b["num_tokens"], b["learning_rate"]), rel=1e-5
+            (b["loss"], b["num_tokens"], b["learning_rate"]), rel=1e-3
         )
 
 
@@ -102,7 +103,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(one, tmp_path):
     (resumed,) = run_jobs(tmp_path / "jobs", [*RUN, *RESUMABLE, f"resume={step}"], recipe="sft")
     assert resumed.returncode == 0, resumed.output
     assert timeless(resumed) == timeless(saved)[2:] and len(timeless(resumed)) == 2
-    assert resumed.summary["resumed_from"] == str(step) and saved.training[0]["learning_rate"] < 1e-3
+    assert resumed.summary["resumed_from"] == str(step) and saved.training[0]["learning_rate"] < 1e-4
     assert [r["step"] for r in saved.records if "time/checkpoint" in r] == [2, 4]
 
 
@@ -119,3 +120,28 @@ def test_evaluations_between_steps_and_the_meter(one):
     assert unmetered.summary["mfu"] == {"available": False, "reason": "metrics=none"}
     assert not any("mfu" in name or "flops" in name for record in unmetered.records for name in record)
     assert timeless(plain) == timeless(unmetered)  # bitwise
+
+
+def test_fine_tuning_skips_too(tmp_path):
+    overrides = ["steps=3", "batch_size=4", "evaluation.prompts=0"]
+    (run,) = run_jobs(tmp_path / "jobs", overrides, fault="nan_in_the_second_step", recipe="sft")
+    assert run.returncode == 0, run.output
+    assert [record.get("skipped_updates", 0) for record in run.records] == [0, 1, 0]
+    assert ["loss" in record for record in run.records] == [True, False, True] and run.summary["skipped_updates"] == 1
+
+
+def test_supervised_steps_lower_the_loss_and_stop_early(tmp_path):
+    directory = tmp_path / "run"
+    options = ["init=true", "steps=6", "batch_size=32", "evaluation.prompts=8", "evaluation.every=3", "stop_at=0"]
+    process = command("sft", *options, "launch.nproc=2", f"hydra.run.dir={directory}")
+    assert process.returncode == 0, process.stdout
+    summary = json.loads((directory / "summary.json").read_text())
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+    assert (
+        len(losses) == 3
+        and losses[0] > losses[1] > losses[2]
+        and summary["steps"] == 3
+        and summary["packing"]["verified"]
+    )
+    assert (directory / "model" / "model.safetensors").exists()

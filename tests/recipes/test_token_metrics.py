@@ -23,9 +23,13 @@ def runs(tmp_path_factory):
     return dict(zip(jobs, found, strict=True))
 
 
+@pytest.fixture(scope="module")
+def rows():
+    return reference(steps=STEPS)
+
+
 @pytest.mark.parametrize("every", EVERY)
-def test_entropy_is_that_of_all_tokens_exactly_in_full_steps(runs, every):
-    rows = reference(steps=STEPS)
+def test_entropy_is_that_of_all_tokens_exactly_in_full_steps(runs, rows, every):
     assert not any(row["all trained"] for row in rows)  # some groups are rewarded all alike, in each step
     assert any(abs(row["entropy"] - row["trained/entropy"]) > 1e-2 for row in rows)
     assert_equals(runs[every], rows, tolerance=2e-5, full_every=int(every))

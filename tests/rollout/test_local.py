@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from posttrain import packing
 from posttrain.config import (
@@ -142,6 +142,37 @@ def test_the_embedded_models_are_warm_started(family):
     assert (EMBEDDED / family / "model.safetensors").stat().st_size < 2e6
     layers = getattr(model.config, "layer_types", [])
     assert family == "qwen3_dense" or layers == ["linear_attention"] * 3 + ["full_attention"]
+
+
+def test_modules_are_in_training_as_before_and_checkpointing_recomputes():
+    """Also where some are in training and some are not: a frozen part may be."""
+    model, _ = load(ModelConf(architecture=Architecture.qwen3_5_dense, gradient_checkpointing=True))
+    gdn_packing.patch(model)
+    model.train()
+    model.model.layers[1].eval()
+    before = [module.training for module in model.modules()]
+    assert True in before and False in before
+    inside = []
+    hook = model.model.layers[0].register_forward_hook(lambda module, *_: inside.append(module.training))
+    run(model, problems(4))
+    assert inside and not any(inside) and [module.training for module in model.modules()] == before
+    hook.remove()
+    calls = []
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    model(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False).logits.sum().backward()
+    assert len(calls) == 2
+
+
+def test_absolute_positions_and_unequal_prompts():
+    """Left padding shifts no position: a batch is what its prompts are one by one."""
+    torch.manual_seed(2)
+    config = GPT2Config(vocab_size=264, n_positions=128, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    batch = problems(1, 40, 7)
+    together, apart = run(model, batch), [rollout for each in batch for rollout in run(model, [each])]
+    assert [r.ids for r in together] == [r.ids for r in apart]
+    for a, b in zip(together, apart, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
 def test_no_prompts_no_rollouts(model):

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from posttrain.config import AnswerReward, ArithmeticConf, FileConf, TaskName
 from posttrain.errors import UserError
@@ -86,6 +87,23 @@ def test_further_draws_are_new_and_repeat_themselves():
     assert all(drawn != other for other in [*others, further(problems, 8, seen + drawn, 3, seed=0)])
     assert len(further(problems, 99, seen, 3, seed=0)) == 22  # no more than there are
     assert further(problems, 0, seen, 3, seed=0) == further(problems, -2, seen, 3, seed=0) == []
+
+
+def test_a_prompt_begins_with_one_bos():
+    """This tokenizer has it in its template and puts it before whatever it encodes, as Llama's does."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = "<|system|>"
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", bos)]
+    )
+    assert tokenizer("1+1=")["input_ids"][0] == bos
+    (first, *_) = make_task(ArithmeticConf(name=TaskName.arithmetic, largest=3, heldout=2), tokenizer).train
+    assert first.prompt_ids.count(bos) == 1 and first.prompt_ids[0] == bos
+    tokenizer.chat_template = None  # then it is the tokenizer that adds it
+    (first, *_) = make_task(ArithmeticConf(name=TaskName.arithmetic, largest=3, heldout=2), tokenizer).train
+    assert first.prompt_ids.count(bos) == 1 and first.prompt_ids[0] == bos
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])

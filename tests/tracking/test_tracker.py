@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +159,22 @@ print([name for name in ("torch", "wandb", "tqdm") if name in sys.modules])
 
 def test_closing_a_run_that_never_opened(tmp_path):
     assert close_summary(tmp_path, "failed", "rank 0 died at import")["error"] == "rank 0 died at import"
+
+
+def test_a_summary_whose_write_fails_half_way_is_the_old_one(tmp_path, monkeypatch):
+    merge_summary(tmp_path, status="running", world_size=4)
+    before = (tmp_path / "summary.json").read_bytes()
+
+    def torn(path, text, **options):
+        path.write_bytes(text.encode()[: len(text) // 2])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", torn)
+    with pytest.raises(OSError, match="No space left"):
+        close_summary(tmp_path, "completed")
+    monkeypatch.undo()
+    assert (tmp_path / "summary.json").read_bytes() == before and read_summary(tmp_path)["status"] == "running"
+    assert close_summary(tmp_path, "completed")["world_size"] == 4
 
 
 def test_a_ranks_own_words_are_kept(tmp_path):

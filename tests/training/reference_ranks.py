@@ -44,7 +44,7 @@ def prepare(strategy, dtype):
             layer.self_attn.requires_grad_(True)
         model.model.norm.requires_grad_(True)
     accelerator = make_accelerator(FSDPConf(strategy=strategy), model, dtype)
-    model, optimizer = accelerator.prepare(model, make_optimizer(model, OptimConf(lr=3e-3)))
+    model, optimizer = accelerator.prepare(model, make_optimizer(model, OptimConf(lr=3e-3, betas=[0.9, 0.999])))
     assert sharding(model) == strategy, sharding(model)
     assert isinstance(model, FSDPModule) == (strategy is not Strategy.no_shard)
     return accelerator, model, optimizer

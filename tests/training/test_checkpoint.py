@@ -4,10 +4,16 @@ import json
 import shutil
 
 import pytest
+import torch
 from conftest import SMALL, command
+from jobs import values
+from transformers import AutoModelForCausalLM
 
+from posttrain.config.validation import typed
 from posttrain.errors import UserError
+from posttrain.models.tiny import tiny_config
 from posttrain.training import checkpoint
+from posttrain.training.policy import prepare
 
 RUN = [*SMALL, "steps=4", "checkpoint.every=2", "optim.schedule=linear", "optim.warmup_steps=3"]
 
@@ -105,20 +111,63 @@ def test_only_the_newest_are_kept_and_the_export_loads_and_evaluates(tmp_path):
     assert found["eval/rewards/correct"] == pytest.approx(trained["eval/rewards/correct"], abs=0.13)  # bf16: two of 16
 
 
-def test_supervised_steps_lower_the_loss_and_stop_early(tmp_path):
-    directory = tmp_path / "run"
-    options = ["init=true", "steps=6", "batch_size=32", "evaluation.prompts=8", "evaluation.every=3", "stop_at=0"]
-    process = command("sft", *options, "launch.nproc=2", f"hydra.run.dir={directory}")
-    assert process.returncode == 0, process.stdout
-    summary = json.loads((directory / "summary.json").read_text())
-    losses = [record["loss"] for record in records(directory)]
-    assert (
-        len(losses) == 3
-        and losses[0] > losses[1] > losses[2]
-        and summary["steps"] == 3
-        and summary["packing"]["verified"]
-    )
-    assert (directory / "model" / "model.safetensors").exists()
+@pytest.fixture
+def prepared(one_rank):
+    """A policy on this process alone."""
+    return prepare(typed("grpo", values("grpo", ["model=qwen3_dense", "packing.verify=false"])))
+
+
+def save(policy, run_dir, step):
+    checkpoint.save(policy.accelerator, policy.model, run_dir, step, keep=0)
+
+
+def test_a_save_that_fails_leaves_no_checkpoint(prepared, tmp_path, monkeypatch):
+    """Nor does it harm the one before; the next save of the same step is whole."""
+    real = prepared.accelerator.save_state
+    save(prepared, tmp_path, 1)
+
+    def full_disk(folder):
+        real(folder)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(prepared.accelerator, "save_state", full_disk)
+    for step in (2, 1):
+        with pytest.raises(OSError, match="No space left"):
+            save(prepared, tmp_path, step)
+        left = [path.name for path in checkpoint.complete(tmp_path)]
+        assert left == ["step_00000001"][: step - 1]  # a step that is written again is gone before
+    assert checkpoint.find("auto", tmp_path) is None
+    monkeypatch.undo()
+    save(prepared, tmp_path, 2)
+    assert checkpoint.find("auto", tmp_path).name == "step_00000002"
+    assert checkpoint.load(prepared.accelerator, prepared.model, checkpoint.find("auto", tmp_path)) == 2
+
+
+def test_another_width_of_the_same_family_is_refused(prepared, tmp_path):
+    save(prepared, tmp_path, 1)
+    config = tiny_config("qwen3_dense")
+    config.intermediate_size //= 2
+    wrapped, other = prepared.accelerator, AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match=r"has parameters [0-9]+, this run [0-9]+. Resume with its model"):
+        checkpoint.load(wrapped, other, checkpoint.find(str(tmp_path), tmp_path))
+
+
+def test_torch_has_its_threads_again_after_a_save_and_a_load(prepared, tmp_path, monkeypatch):
+    real, inside, before = prepared.accelerator.save_state, [], torch.get_num_threads()
+
+    def noted(folder):
+        inside.append(torch.get_num_threads())
+        return real(folder)
+
+    monkeypatch.setattr(prepared.accelerator, "save_state", noted)
+    try:
+        torch.set_num_threads(2)
+        save(prepared, tmp_path, 1)
+        assert (inside, torch.get_num_threads()) == ([1], 2)
+        checkpoint.load(prepared.accelerator, prepared.model, checkpoint.find("auto", tmp_path))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def checkpoints(run_dir, *steps):

@@ -37,8 +37,16 @@ def test_matrices_decay_and_nothing_else_does():
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed, others = ({names[id(parameter)] for parameter in group["params"]} for group in (decayed, others))
-    layers = {f"model.layers.{n}.{name}" for n in range(4) for name in ("input_layernorm.weight", "post_attention_layernorm.weight")}
-    recurrent = {f"model.layers.{n}.linear_attn.{name}" for n in range(3) for name in ("A_log", "dt_bias", "norm.weight", "conv1d.weight")}
+    layers = {
+        f"model.layers.{n}.{name}"
+        for n in range(4)
+        for name in ("input_layernorm.weight", "post_attention_layernorm.weight")
+    }
+    recurrent = {
+        f"model.layers.{n}.linear_attn.{name}"
+        for n in range(3)
+        for name in ("A_log", "dt_bias", "norm.weight", "conv1d.weight")
+    }
     attention = {f"model.layers.3.self_attn.{name}" for name in ("q_norm.weight", "k_norm.weight", "q_proj.bias")}
     assert others == layers | recurrent | attention | {"model.norm.weight"}
     experts = {f"model.layers.{n}.mlp.experts.{name}" for n in range(4) for name in ("gate_up_proj", "down_proj")}

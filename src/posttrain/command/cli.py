@@ -30,7 +30,7 @@ from posttrain.command.renamed import renamed
 from posttrain.config import RECIPES, TASKS, JobConf
 from posttrain.config.algorithm_rules import idle
 from posttrain.config.rules import problems
-from posttrain.config.validation import changes, typed
+from posttrain.config.validation import changes, plain, typed
 from posttrain.errors import UserError
 
 NAME_LENGTH = 120  # of a sweep job's directory; file systems allow 255
@@ -164,7 +164,7 @@ def _checked(recipe: str, cfg: DictConfig, world: int) -> tuple[JobConf, dict[st
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise UserError("\n".join(f"{key} needs a value: type {key}=..." for key in missing))
-    values = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    values = plain(cfg, resolve=True, enum_to_str=True)
     for group, key in (("model", "path"), ("task", "path"), ("task", "eval_path")):
         if key in values[group]:
             values[group][key] = _absolute(values[group][key])

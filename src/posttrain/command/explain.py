@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from posttrain.config import RECIPES, TASKS
 from posttrain.config.meanings import rows
-from posttrain.config.validation import RENAMED, did_you_mean, every_key, no_such_key
+from posttrain.config.validation import RENAMED, did_you_mean, every_key, no_such_key, plain
 from posttrain.errors import UserError
 
 
@@ -61,12 +61,12 @@ def _keys(recipe: str) -> list[tuple[str, str, str]]:
 def complain(error: Exception, recipe: str, debug: bool) -> int:
     """Say on stderr in a line or two what is wrong; the exit status. A traceback if debug or for a bug."""
     mistake = isinstance(error, UserError | HydraException | OmegaConfBaseException | ValueError | yaml.YAMLError)
-    if debug or not (mistake or isinstance(error, OSError)):
-        traceback.print_exception(error)
-    elif mistake:
+    if mistake and not debug:
         print(_explain(error, recipe), file=sys.stderr)
-    else:
+    elif isinstance(error, OSError) and not debug:
         print(": ".join(filter(None, [error.strerror, error.filename])), file=sys.stderr)
+    else:
+        traceback.print_exception(error)
     return 2 if mistake else 1
 
 
@@ -77,9 +77,10 @@ def _explain(error: Exception, recipe: str) -> str:
     if isinstance(error, OverrideParseException):
         reason = next(line for line in str(error).splitlines() if not line.startswith("Error parsing"))
         return f"{error.override}: {reason}. Type key=value, special characters in quotes: 'key=\"value\"'"
-    chain = [str(error)]
-    while (error := error.__cause__) is not None:
-        chain.append(str(error))
+    chain, cause = [str(error)], error.__cause__
+    while cause is not None:
+        chain.append(str(cause))
+        cause = cause.__cause__
     text = "\n".join(chain)
     file = found[0] + ": " if (found := re.match(r"In '[^']+'", text)) else ""
     if found := re.search(r"Could not find '(.+)/(.+?)'\n\nAvailable options in .*:\n((?:\t.*\n)+)", text):
@@ -93,7 +94,7 @@ def _explain(error: Exception, recipe: str) -> str:
         known = every_key(recipe)
         for task in TASKS.values():
             if task.__name__ == found[1]:
-                known["task"] = OmegaConf.to_container(OmegaConf.structured(task))
+                known["task"] = plain(OmegaConf.structured(task))
         return file + no_such_key(found[2], known)
     if (found := re.search(r"full_key: (\S+)", text)) and "is not a subclass of" in text:
         known = every_key(recipe)

@@ -163,11 +163,12 @@ def _why(run_dir: Path, codes: list[int | None], debug: bool) -> tuple[int, str]
     peer's error led to.
     """
     errors = rank_errors(run_dir)
-    lost = [rank for rank, code in enumerate(codes) if code and rank not in {error["rank"] for error in errors}]
-    lost.sort(key=lambda rank: codes[rank] == -signal.SIGABRT)
-    if errors and (not lost or codes[lost[0]] == -signal.SIGABRT):
+    told = {error["rank"] for error in errors}
+    lost = [(rank, code) for rank, code in enumerate(codes) if code and rank not in told]
+    lost.sort(key=lambda each: each[1] == -signal.SIGABRT)
+    if errors and (not lost or lost[0][1] == -signal.SIGABRT):
         return errors[0]["status"], errors[0]["traceback" if debug else "message"].rstrip()
-    rank, code = lost[0], codes[lost[0]]
+    rank, code = lost[0]
     ended = f"ended with exit status {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
     memory = ", often because memory ran out" if code == -signal.SIGKILL else ""
     where = f"; its output: {run_dir / 'logs' / f'rank{rank}.log'}" if rank else ""

@@ -41,12 +41,13 @@ def started_elsewhere() -> bool:
     env = os.environ
     if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         local, gpus = int(env["SLURM_LOCALID"]), visible_gpus()
-        host = re.match(r"([^,\[]+)(?:\[(\d+))?", env.get("SLURM_STEP_NODELIST", "127.0.0.1"))
-        tasks = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))
+        # "node[3-5],other" and "2(x3)": the first host is node3, which has two tasks.
+        (host, number), *_ = re.findall(r"([^,\[]+)(?:\[(\d+))?", env.get("SLURM_STEP_NODELIST", "127.0.0.1"))
+        tasks, *_ = re.findall(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))
         env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"]
         env["LOCAL_RANK"] = str(local % gpus if gpus else local)  # srun may show each task its own GPU only
-        env.setdefault("LOCAL_WORLD_SIZE", tasks.group())
-        env.setdefault("MASTER_ADDR", host.group(1) + (host.group(2) or ""))
+        env.setdefault("LOCAL_WORLD_SIZE", tasks)
+        env.setdefault("MASTER_ADDR", host + number)
         env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
     return "RANK" in env and "WORLD_SIZE" in env
 
@@ -141,6 +142,8 @@ def _run(recipe: Path, cfg: JobConf, run_dir: Path, store: Store) -> int:
 def _import(recipe: Path) -> ModuleType:
     """The recipe as module recipe_<name>: its `if __name__ == "__main__"` line does nothing here."""
     spec = importlib.util.spec_from_file_location(f"recipe_{recipe.stem}", recipe)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{recipe} is no Python file: a recipe ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -152,22 +155,23 @@ def _record(error: BaseException, run_dir: Path) -> int:
     rank, user = int(os.environ["RANK"]), isinstance(error, UserError)
     log = run_dir / "logs" / f"rank{rank}.log"
     first_line = (str(error).strip() or "no message").splitlines()[0]
+    status, trace = 2 if user else 1, "".join(traceback.format_exception(error))
     record = {
         "rank": rank,
         "time": time.time(),
-        "status": 2 if user else 1,
+        "status": status,
         "message": str(error) if user else f"rank {rank}: {type(error).__name__}: {first_line} (see {log})",
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": trace,
     }
     try:
         with open(log, "a") as file:
-            file.write(record["traceback"])
+            file.write(trace)
         temporary = log.with_suffix(".error.tmp")
         temporary.write_text(json.dumps(record))
         temporary.rename(log.with_suffix(".error.json"))
     except OSError as failure:  # a full disk, often the error itself
         print(f"rank {rank}: {type(error).__name__}: {error} (not on record: {failure})", file=sys.stderr)
-    return record["status"]
+    return status
 
 
 def _watch_stop_signals(run_dir: Path, rank: int) -> None:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from posttrain.config.algorithm import AlgorithmConf
 
-MISSING = "???"  # OmegaConf's marker: an option of conf/, or the user, must give a value
+MISSING: Any = "???"  # OmegaConf's marker: an option of conf/, or the user, must give a value
 
 
 class Architecture(StrEnum):

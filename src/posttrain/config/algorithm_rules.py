@@ -146,12 +146,12 @@ def idle(cfg: JobConf) -> list[str]:
             f"algorithm.kl.refresh_mix={algorithm.kl.refresh_mix} without effect: algorithm.kl.refresh_every=0"
         )
     if algorithm.optimizer_steps == 1:
-        options = [f"algorithm.ratio={algorithm.ratio}"] * (algorithm.ratio is Ratio.sequence_mean)
-        options += [f"algorithm.surrogate={algorithm.surrogate}"] * (algorithm.surrogate is Surrogate.sapo)
-        options += [f"algorithm.dual_clip={algorithm.dual_clip}"] * (algorithm.dual_clip is not None)
-        if options:
+        unused = [f"algorithm.ratio={algorithm.ratio}"] * (algorithm.ratio is Ratio.sequence_mean)
+        unused += [f"algorithm.surrogate={algorithm.surrogate}"] * (algorithm.surrogate is Surrogate.sapo)
+        unused += [f"algorithm.dual_clip={algorithm.dual_clip}"] * (algorithm.dual_clip is not None)
+        if unused:
             found.append(
-                f"{' '.join(options)} without effect on gradients: with one optimizer step a rollout every ratio is 1. "
+                f"{' '.join(unused)} without effect on gradients: with one optimizer step a rollout every ratio is 1. "
                 "algorithm.mini_batches=4 or algorithm.updates_per_rollout=2 makes several"
             )
     return found

@@ -19,7 +19,7 @@ def rows(schema: type, prefix: str = "") -> list[tuple[str, str, str]]:
     types = get_type_hints(schema)
     for each in dataclasses.fields(schema):
         key, kind = f"{prefix}{each.name}", types[each.name]
-        if dataclasses.is_dataclass(kind):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             found += rows(kind, f"{key}.")
         else:
             meaning = meaning_of(schema, each.name)
@@ -44,8 +44,7 @@ def _comments(schema: type) -> dict[str, str]:
 
 def _default(field: dataclasses.Field[Any]) -> str:
     """As it is typed."""
-    made = field.default_factory is not dataclasses.MISSING
-    value = field.default_factory() if made else field.default
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float):

@@ -42,15 +42,23 @@ def typed(recipe: str, values: dict[str, Any]) -> JobConf:
     """
     schema = OmegaConf.structured(RECIPES[recipe])
     schema.task = OmegaConf.structured(TASKS[values["task"]["name"]])
-    known = OmegaConf.to_container(schema)
+    known = plain(schema)
     wrong = [no_such_key(key, known) for key in sorted(_leaves(values) - _leaves(known))]
     wrong += [f"{key}: deleted, but a job needs it" for key in sorted(_leaves(known) - _leaves(values))]
     if wrong:
         raise UserError("\n".join(wrong))
     try:
-        return OmegaConf.to_object(OmegaConf.merge(schema, values))
+        job: Any = OmegaConf.to_object(OmegaConf.merge(schema, values))
+        return job
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def plain(config: Any, **how: Any) -> dict[str, Any]:
+    """A config of groups as nested dicts; OmegaConf's own function may also return a list or a text."""
+    values = OmegaConf.to_container(config, **how)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
 
 
 def changes(before: bytes, values: dict[str, Any]) -> list[str]:
@@ -62,9 +70,9 @@ def changes(before: bytes, values: dict[str, Any]) -> list[str]:
 
 def every_key(recipe: str) -> dict[str, Any]:
     """The schema as nested dicts, with the keys of every task."""
-    schema = OmegaConf.to_container(OmegaConf.structured(RECIPES[recipe]))
+    schema = plain(OmegaConf.structured(RECIPES[recipe]))
     for task in TASKS.values():
-        schema["task"] |= OmegaConf.to_container(OmegaConf.structured(task))
+        schema["task"] |= plain(OmegaConf.structured(task))
     return schema
 
 

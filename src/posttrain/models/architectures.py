@@ -8,7 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from posttrain.models.internals import CAUSAL_MODELS, from_config
+from posttrain.models.internals import causal_model_class, from_config
 from posttrain.models.shrink import shrunk, slow_to_forget
 
 # What the default config of an architecture lacks: its model needs it, or it names only one kind of layer.
@@ -50,7 +50,9 @@ def default_config(model_type: str) -> PreTrainedConfig:
 def tiny(model_type: str) -> PreTrainedModel:
     """A tiny model of `model_type` in fp32 and eval mode, its random weights the same each time."""
     config = shrunk(default_config(model_type))
-    model_class = CAUSAL_MODELS[type(config) if type(config) in CAUSAL_MODELS else CONFIG_MAPPING[model_type]]
+    model_class = causal_model_class(type(config)) or causal_model_class(CONFIG_MAPPING[model_type])
+    if model_class is None:
+        raise ValueError(f"transformers knows no causal language model {model_type!r}")
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         model = from_config(model_class, config, dtype=torch.float32)

@@ -5,8 +5,7 @@ What the packing patch replaces is in packed/, with the upstream functions that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from transformers import (
@@ -19,9 +18,6 @@ from transformers import (
 
 Interface = type[AttentionInterface] | type[AttentionMaskInterface]
 
-# By the class of the config. Upstream annotates the mapping as one to pairs, which are for tokenizers alone.
-CAUSAL_MODELS = cast(Mapping[type[PreTrainedConfig], type[PreTrainedModel]], MODEL_FOR_CAUSAL_LM_MAPPING)
-
 
 def layer_classes(model: PreTrainedModel) -> list[str]:
     """Names of the decoder layer classes that the model really holds. Upstream's own list has vision blocks too."""
@@ -32,6 +28,13 @@ def layer_classes(model: PreTrainedModel) -> list[str]:
 def registered(interface: Interface) -> dict[str, Any]:
     """What is registered with one of transformers' interfaces, by name."""
     return interface._global_mapping
+
+
+def causal_model_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
+    """The causal language model that goes with a class of configs; None if transformers has none."""
+    # Upstream annotates the values of every such mapping as pairs, which only tokenizers are.
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
+    return found
 
 
 def attention_in_use(config: PreTrainedConfig) -> str:

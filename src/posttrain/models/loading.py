@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from posttrain.config import Architecture, Dtype, ModelConf
 from posttrain.errors import UserError
-from posttrain.models.internals import CAUSAL_MODELS, registered, takes_flash_attention
+from posttrain.models.internals import causal_model_class, registered, takes_flash_attention
 from posttrain.models.tiny import EMBEDDED, tiny_config, tiny_tokenizer
 
 # The model types of transformers that each named architecture accepts: the text model alone, or within the
@@ -56,7 +56,7 @@ def attention(cfg: ModelConf, config: PreTrainedConfig) -> str | None:
         raise UserError(f"model.attention={cfg.attention} is not known to transformers. Type one of: {known}")
     if cfg.attention != "auto":
         return cfg.attention
-    model_class = CAUSAL_MODELS.get(type(config))  # None: the checkpoint's own code
+    model_class = causal_model_class(type(config))  # None: the checkpoint's own code
     takes_it = takes_flash_attention(model_class)
     half = compute_dtype(cfg) is torch.bfloat16
     runs = takes_it and half and torch.cuda.is_available() and is_flash_attn_2_available()

@@ -26,8 +26,8 @@ def banner(summary: Mapping[str, Any]) -> str:
     rows["task"] = ", ".join(f"{count:,} {split}" for split, count in task.items() if split != "dropped")
     if task["dropped"]:
         rows["dropped"] = f"{task['dropped']:,} prompts, empty or longer than task.max_prompt_tokens"
-    if every := {pause: steps for pause, steps in summary.get("every", {}).items() if steps}:
-        rows["pauses"] = ", ".join(f"{pause} every {_steps(steps)}" for pause, steps in every.items())
+    if every := {pause: n for pause, n in summary.get("every", {}).items() if n}:
+        rows["pauses"] = ", ".join(f"{pause} every {_steps(n).removeprefix('1 ')}" for pause, n in every.items())
     if summary.get("resumed_from"):
         rows["resumed from"] = summary["resumed_from"]
     if mfu := summary.get("mfu"):

@@ -90,7 +90,7 @@ def newest(root: str | Path, sweep: bool = False) -> Path:
 
 
 def read(*directories: str | Path) -> list[Run]:
-    """The runs in these directories: each one's own, or the runs of the sweeps below it. Names say where they differ."""
+    """The runs in these directories: each its own, or the runs of the sweeps below it. Names say where they differ."""
     paths = list(dict.fromkeys(file.parent.resolve() for each in directories for file in _files(each)))
     if not paths:
         raise UserError(f"no run in or below {', '.join(map(str, directories))}: give a run or a sweep directory")

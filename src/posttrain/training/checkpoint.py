@@ -66,7 +66,7 @@ def complete(run_dir: Path) -> list[Path]:
 
 
 def find(resume: str | None, run_dir: Path) -> Path | None:
-    """The checkpoint that `resume` means: none, this run's newest (auto), or the newest in a run or checkpoint directory.
+    """The checkpoint that `resume` means: none, this run's newest (auto), another run's newest, or the one named.
 
     Raises UserError for a path that holds no checkpoint. `auto` without one starts at step 0.
     """

@@ -25,7 +25,7 @@ def arguments() -> argparse.Namespace:
     )
     tables = parser.add_subparsers(dest="table", required=True, metavar="packing|flops")
     for name, table in TABLES.items():
-        first, _, more = table.__doc__.partition("\n")
+        first, _, more = (table.__doc__ or "").partition("\n")
         one = tables.add_parser(
             name, help=first, description=first + more, formatter_class=argparse.RawDescriptionHelpFormatter
         )

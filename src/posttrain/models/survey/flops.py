@@ -8,7 +8,9 @@ Exit status 1 if a count differs, or if a named one is refused.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -65,7 +67,8 @@ def compare(result: Check, build: Builder) -> None:
 
 def _choose_two_experts(model: nn.Module) -> None:
     """In a tiny model each token passes all experts, which would hide how many they are."""
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         if isinstance(getattr(module, "top_k", None), int) and type(module).__name__ not in counter.EVERY_EXPERT:
             module.top_k = min(module.top_k, 2)
 

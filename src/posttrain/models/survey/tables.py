@@ -8,16 +8,24 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 import transformers
 
-Result = TypeVar("Result")
+
+class OfArchitecture(Protocol):
+    """What a table has a row of: a dataclass that says which architecture it is about."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    architecture: str
+
+
+Result = TypeVar("Result", bound=OfArchitecture)
 
 
 def progress(results: Sequence[Result], what: str) -> Iterator[Result]:
-    """The results, which have an `architecture`, each announced on stderr."""
+    """The results, each announced on stderr."""
     for done, result in enumerate(results, 1):
         print(f"{what} {done}/{len(results)} {result.architecture}", file=sys.stderr, flush=True)
         yield result
@@ -39,8 +47,10 @@ def table(rows: list[list[str]], markdown: bool) -> str:
     return "\n".join(lines)
 
 
-def show(args: argparse.Namespace, checks: Sequence, text: Callable[[Sequence, bool], str], **measured) -> None:
-    """The results, which are dataclasses, as JSON with what was `measured`, or as the table that `text` makes."""
+def show(
+    args: argparse.Namespace, checks: list[Result], text: Callable[[list[Result], bool], str], **measured: Any
+) -> None:
+    """The results as JSON with what was `measured`, or as the table that `text` makes."""
     if args.json:
         found = {"versions": versions(), **measured, "checks": [dataclasses.asdict(check) for check in checks]}
         print(json.dumps(found, indent=2))
