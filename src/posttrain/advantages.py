@@ -11,7 +11,8 @@ import torch
 
 from posttrain.config.algorithm import AdvantageScale, Aggregation, AlgorithmConf, Baseline, OverlongConf
 
-EQUAL = 1e-6  # rewards that differ by no more than this are equal: rounding of a sum of rewards is not a signal
+# Rewards that differ by no more than this are equal: the rounding of a sum of rewards is no signal.
+EQUAL = 1e-6
 
 
 def advantages(

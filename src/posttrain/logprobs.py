@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from posttrain.models.head import Head, at_positions, forwards_replaced
 from posttrain.records import PackedRow
 
-CHUNK_BYTES = 2**27  # of the logits [N, v] of a chunk in fp32; about three times as much exists at a time
-LEAST_COLUMNS = 128  # of a chunk, however many tokens there are: narrower products waste the matrix units
+# Of the logits [N, v] of one chunk in fp32. About three times as much exists at a time.
+CHUNK_BYTES = 2**27
+# Of a chunk, however many tokens there are: narrower products waste the matrix units.
+LEAST_COLUMNS = 128
 
 
 def token_logprobs(
@@ -45,7 +47,8 @@ def token_logprobs(
     def forward(hidden_BTD: Tensor) -> Tensor:
         hidden_BKD, weight_VD = at_positions(hidden_BTD, row.kept_K), linear.weight
         bias_V: Tensor | None = linear.bias
-        if torch.is_autocast_enabled(hidden_BTD.device.type):  # what nn.Linear would do
+        # nn.Linear would do the same under autocast.
+        if torch.is_autocast_enabled(hidden_BTD.device.type):
             dtype = torch.get_autocast_dtype(hidden_BTD.device.type)
             hidden_BKD, weight_VD = hidden_BKD.to(dtype), weight_VD.to(dtype)
             bias_V = None if bias_V is None else bias_V.to(dtype)
@@ -58,7 +61,8 @@ def token_logprobs(
 
     with forwards_replaced({linear: forward}):
         zeros_BK2 = model(**row.model_inputs()).logits
-    (values_BK2,) = calls  # one call of the head, as find_head saw
+    # The model calls its head once, as find_head saw.
+    (values_BK2,) = calls
     logprobs_BK, entropy_BK = (values_BK2 + zeros_BK2 / head.scale).unbind(-1)
     return logprobs_BK, entropy_BK if entropy_gradient else entropy_BK.detach()
 
@@ -93,7 +97,8 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.change, ctx.width = change, width
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         largest_N = torch.full_like(targets_N, torch.finfo(dtype).min, dtype=dtype)
-        target_N, sum_N, product_N = (torch.zeros_like(largest_N) for _ in range(3))  # sums of e^d and d e^d
+        # With d = y - largest so far: the sums of e^d and of d e^d.
+        target_N, sum_N, product_N = (torch.zeros_like(largest_N) for _ in range(3))
         for start in range(0, len(weight_VD), width):
             y_Nv = _logits(hidden_ND, weight_VD, bias_V, slice(start, start + width), change)
             column_N = (targets_N - start).clamp(0, y_Nv.shape[1] - 1)
@@ -106,7 +111,8 @@ class _LinearLogprobs(torch.autograd.Function):
             sum_N = sum_N * shift_N.exp() + exp_Nv.sum(1)
             product_N += exp_Nv.mul_(d_Nv).sum(1)
             kept_NV = y_Nv if width == len(weight_VD) else None
-            del y_Nv, d_Nv, exp_Nv  # before the next chunk is made
+            # Before the next chunk is made, this one must be gone.
+            del y_Nv, d_Nv, exp_Nv
         normalizer_N, entropy_N = largest_N + sum_N.log(), sum_N.log() - product_N / sum_N
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, kept_NV, normalizer_N, entropy_N)
         if not change[-1]:
@@ -125,7 +131,8 @@ class _LinearLogprobs(torch.autograd.Function):
             chunk = slice(start, start + ctx.width)
             y_Nv = _logits(hidden_ND, weight_VD, bias_V, chunk, ctx.change) if kept_NV is None else kept_NV
             logprobs_Nv = y_Nv - normalizer_N[:, None]
-            y_Nv = y_Nv if cap else None  # the memory of a chunk
+            # Without a cap the logits are not needed again: a chunk's memory less.
+            y_Nv = y_Nv if cap else None
             grad_Nv = logprobs_Nv.exp()
             if entropy_gradient:
                 logprobs_Nv.add_(entropy_N[:, None]).mul_(grad_entropy_N[:, None]).add_(grad_logprobs_N[:, None])
@@ -136,7 +143,8 @@ class _LinearLogprobs(torch.autograd.Function):
             column_N = (targets_N - start).clamp(0, grad_Nv.shape[1] - 1)
             onehot_N = (column_N + start == targets_N) * grad_logprobs_N
             grad_Nv.scatter_add_(1, column_N[:, None], onehot_N[:, None])
-            if cap:  # tanh' = 1 - tanh^2
+            # tanh' = 1 - tanh^2
+            if cap:
                 grad_Nv.mul_((y_Nv * (temperature / cap)).square_().neg_().add_(1))
             if scale != temperature:
                 grad_Nv.mul_(scale / temperature)

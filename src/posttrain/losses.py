@@ -50,7 +50,7 @@ def policy_terms(logprobs_BK: torch.Tensor, entropy_BK: torch.Tensor, row: Packe
     if cfg.entropy_coefficient and logprobs_BK.requires_grad and not entropy_BK.requires_grad:
         raise ValueError("an entropy bonus needs the entropy's gradient")
     trained_BK = row.weights_BK > 0
-    # Elsewhere may be anything, also NaN, and NaN * 0 is NaN: it is replaced before it is computed with.
+    # Where nothing is trained on, values may be anything, also NaN. NaN * 0 is NaN, so they are replaced first.
     logprobs_BK, entropy_BK = logprobs_BK.where(trained_BK, 0.0), entropy_BK.where(trained_BK, 0.0)
     old_BK = logprobs_BK if row.old_logprobs_BK is None else row.old_logprobs_BK.where(trained_BK, 0.0)
     old_BK = old_BK.detach()
@@ -77,6 +77,7 @@ def policy_terms(logprobs_BK: torch.Tensor, entropy_BK: torch.Tensor, row: Packe
         policy_BK = policy_BK.where(~masked_BK, 0.0)
         means["off_policy_masked"] = masked_BK.float()
 
+    # Penalty and bonus are added to every counted token, also where the policy term is masked.
     loss_BK = policy_BK
     if row.reference_logprobs_BK is not None:
         kl_BK = kl(logprobs_BK, row.reference_logprobs_BK.where(trained_BK, 0.0), cfg.kl.estimator)

@@ -12,7 +12,7 @@ from conftest import ROOT
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from posttrain.command import cli
+from posttrain.command import cli, run_directory
 from posttrain.config.validation import typed
 from posttrain.errors import UserError
 
@@ -84,7 +84,7 @@ def test_run_directory_keeps_interpolations(compose, tmp_path, monkeypatch, caps
     def take(cfg) -> int:
         assert HydraConfig.get().job.name == "grpo"
         _, values = cli._checked("grpo", cfg, 1)
-        cli._claim(cfg, values)
+        run_directory.claim(cfg, values)
         return 0
 
     recipe = ROOT / "recipes" / "grpo.py"
@@ -103,9 +103,9 @@ def test_run_directory_keeps_interpolations(compose, tmp_path, monkeypatch, caps
     "name", ["a/b", "model.path=/x y/z", "long" * 100, "seed-1,fsdp-full_shard", "päth" * 60, "[1,2]"]
 )
 def test_file_names(name):
-    safe = cli._file_name(name)
+    safe = run_directory.file_name(name)
     assert "/" not in safe and " " not in safe and 0 < len(safe.encode()) < 255
-    assert cli._file_name("long" * 100) != cli._file_name("long" * 101)
+    assert run_directory.file_name("long" * 100) != run_directory.file_name("long" * 101)
 
 
 def test_sweep_is_refused_inside_a_rank(compose, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Packed rows of the Qwen hybrids equal their documents alone, and what cannot be patched is refused."""
 
 import importlib
+import importlib.util
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, MambaConfig
 
 from posttrain.errors import UserError
 from posttrain.models.gdn_packing import boundaries, patch
+from posttrain.models.packed import dispatch
 
 DELTA_NET_FUNCTIONS = (
     "torch_chunk_gated_delta_rule",
@@ -176,3 +178,15 @@ def test_hub_kernels_are_refused(monkeypatch):
     monkeypatch.setattr(type(built("qwen3_5")), "use_kernels", True)
     with pytest.raises(UserError, match="use_kernels=True.*Qwen3_5GatedDeltaNet"):
         patch(built("qwen3_5"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fla") is not None, reason="flash-linear-attention is installed")
+def test_a_slow_reference_on_a_gpu_is_a_warning_that_says_what_to_install(monkeypatch):
+    """The device is that of the computation, not of the parameters, which may still be on the host."""
+    monkeypatch.setattr(dispatch, "fla_convolution", lambda: None)
+    model = built("qwen3_5")
+    assert patch(model, "cuda").warnings == [
+        "gated_delta_rule runs its slow reference on cuda: pip install flash-linear-attention",
+        "causal_conv1d runs its slow reference on cuda: pip install causal-conv1d",
+    ]
+    assert patch(model).warnings == patch(model, "cpu").warnings == []

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_cases import SHAPES, TINY_COST, conf, document
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from posttrain import packing
 from posttrain.config import PackingConf, PackingMode
@@ -60,6 +60,16 @@ def test_targets_weights_and_positions_against_a_loop(mode, multiple):
         if own
     ]
     assert sorted(found) == sorted(wanted)
+
+
+def test_padding_has_no_position_beyond_the_longest_document():
+    """A model may have no more: one with as many positions as the longest document has tokens runs."""
+    row = [document(5, 12, number=0), document(3, 1, number=1)]
+    built = packing.build(row, conf("padded", 10_000, multiple=8), PAD, CPU)
+    assert built.inputs["position_ids"].tolist() == [[*range(17), *[16] * 7]] * 2
+    assert built.inputs["attention_mask"].tolist() == [[1] * 17 + [0] * 7, [1] * 4 + [0] * 20]
+    config = GPT2Config(vocab_size=264, n_embd=16, n_layer=1, n_head=2, n_positions=17)
+    assert GPT2LMHeadModel(config)(**built.inputs).logits.shape == (2, 24, 264)
 
 
 @pytest.fixture(scope="module")

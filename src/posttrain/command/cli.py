@@ -1,18 +1,14 @@
 """The command line: Hydra composes and sweeps, this checks, makes the run directory and starts the ranks.
 
-This and explain.py know Hydra, and import no torch: `--help`, `--cfg job` and tab completion are instant.
+This file, explain.py and run_directory.py know Hydra. None imports torch: `--help`, `--cfg job` and tab completion are
+instant.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
-import itertools
-import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +23,12 @@ from omegaconf import DictConfig, Node, OmegaConf
 from posttrain.command import launch, rank
 from posttrain.command.explain import complain, help_text
 from posttrain.command.renamed import renamed
+from posttrain.command.run_directory import claim
 from posttrain.config import RECIPES, TASKS, JobConf
 from posttrain.config.algorithm_rules import idle
 from posttrain.config.rules import problems
-from posttrain.config.validation import changes, plain, typed
+from posttrain.config.validation import plain, typed
 from posttrain.errors import UserError
-
-NAME_LENGTH = 120  # of a sweep job's directory; file systems allow 255
 
 
 class JobFailed(Exception):
@@ -60,24 +55,29 @@ def _read_command_line(recipe: Path, run_job: Callable[[DictConfig], int]) -> in
     if {"-h", "--help"} & set(sys.argv):
         print(help_text(recipe.stem, conf))
         return 0
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its exceptions over instead of printing them
+    # Hydra then hands its exceptions over instead of printing them.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     debug = "debug=true" in map(str.lower, sys.argv)
     statuses: list[int] = []
     parent = os.getpid()
 
     def job(cfg: DictConfig) -> None:
-        _declare(recipe.stem)  # also in the process of a parallel launcher
+        # The process of a parallel launcher has not declared them yet.
+        _declare(recipe.stem)
         try:
             status = run_job(cfg)
         except Exception as error:
             with contextlib.suppress(OSError):
-                os.rmdir(HydraConfig.get().runtime.output_dir)  # Hydra made it, it is empty
+                # Hydra made the directory, and it is empty.
+                os.rmdir(HydraConfig.get().runtime.output_dir)
             status = complain(error, recipe.stem, debug)
         statuses.append(status)
         if status > 2:
-            sys.exit(status)  # interrupted: no further jobs
+            # An interrupted sweep starts no further jobs.
+            sys.exit(status)
         if status and os.getpid() != parent:
-            raise JobFailed(status)  # the only way back from a parallel launcher's process
+            # An exception is the only way back from a parallel launcher's process.
+            raise JobFailed(status)
 
     try:
         _declare(recipe.stem)
@@ -93,7 +93,8 @@ def _read_command_line(recipe: Path, run_job: Callable[[DictConfig], int]) -> in
     failed = sum(status > 0 for status in statuses)
     if failed and len(statuses) > 1:
         print(f"{failed} of {len(statuses)} jobs did not end well", file=sys.stderr)
-    return 1 if 1 in statuses else max(statuses, default=0)  # --cfg, --info and tab completion run no job
+    # --cfg, --info and tab completion run no job: there is no status then.
+    return 1 if 1 in statuses else max(statuses, default=0)
 
 
 def _declare(recipe: str) -> None:
@@ -122,7 +123,7 @@ def _launch(recipe: Path, cfg: DictConfig) -> int:
             f"launch.nproc={nproc}: this machine shows {gpus} GPU{'s' * (gpus > 1)}; type launch.nproc=auto, "
             "or put CUDA_VISIBLE_DEVICES= in front to use the CPU"
         )
-    run_dir, lock = _claim(cfg, values)
+    run_dir, lock = claim(cfg, values)
     try:
         return launch.start_ranks(recipe, run_dir, job, nproc)
     finally:
@@ -141,7 +142,8 @@ def _order(recipe: Path) -> dict[str, Any]:
         if cfg.launch.nproc not in ("auto", local):
             print(f"launch.nproc={cfg.launch.nproc} is ignored: {local} started already", file=sys.stderr)
         _, values = _checked(recipe.stem, cfg, int(os.environ["WORLD_SIZE"]))
-        run_dir, _ = _claim(cfg, values)  # its lock lasts as long as this process
+        # The lock lasts as long as this process.
+        run_dir, _ = claim(cfg, values)
         order.update(job=values, run_dir=str(run_dir))
         return 0
 
@@ -152,7 +154,8 @@ def _order(recipe: Path) -> dict[str, Any]:
         order["exit"] = _read_command_line(recipe, take)
     except SystemExit as end:  # --help, or an unknown flag
         order["exit"] = end.code or 0
-    logging.getLogger().handlers.clear()  # Hydra's: this process goes on as a rank, and libraries would write there
+    # This process goes on as a rank, and libraries would write to Hydra's handlers.
+    logging.getLogger().handlers.clear()
     logging.getLogger().setLevel(logging.WARNING)
     return order
 
@@ -183,65 +186,3 @@ def _absolute(path: str | None) -> str | None:
     """A path that exists, seen from where the user typed it; anything else (a hub name) as it is."""
     local = Path(HydraConfig.get().runtime.cwd, os.path.expanduser(path or ""))
     return str(local) if path and local.exists() else path
-
-
-def _claim(cfg: DictConfig, values: dict[str, Any]) -> tuple[Path, int]:
-    """This job's run directory, holding config.yaml (interpolations unresolved) and job.json (resolved).
-
-    Also returns a locked file descriptor: while it is open no other run takes the directory, not even with
-    resume=auto. Whoever creates job.json owns a new directory.
-    """
-    hydra_cfg = HydraConfig.get()
-    mine = ("hydra.run.dir=", "hydra.sweep.dir=", "hydra.sweep.subdir=")
-    chosen = any(override.startswith(mine) for override in hydra_cfg.overrides.hydra)
-    resume = values.get("resume") == "auto"
-    if resume and not chosen:
-        raise UserError("resume=auto goes on with the run in a directory: type hydra.run.dir=<directory> too")
-    made = wanted = Path(hydra_cfg.runtime.output_dir)
-    if hydra_cfg.mode is RunMode.MULTIRUN and made.name == str(hydra_cfg.job.num):
-        wanted = made.with_name(_file_name(hydra_cfg.job.override_dirname) or made.name)
-    for attempt in itertools.count():
-        run_dir = wanted.with_name(f"{wanted.name}_{attempt}") if attempt else wanted
-        run_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = os.open(run_dir / "job.json", os.O_RDWR | os.O_CREAT | (0 if resume else os.O_EXCL), 0o666)
-        except FileExistsError:
-            if chosen:
-                advice = ", or type resume=auto to go on with it" * ("resume" in values)
-                raise UserError(f"{run_dir} holds a run already: choose another{advice}") from None
-        else:
-            break  # else the name, a time, is taken by another run of the same second
-    if wanted != made:
-        with contextlib.suppress(OSError):
-            made.rmdir()
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise UserError(f"{run_dir}: another run is at work in it") from None
-    except OSError as error:
-        print(f"{run_dir}: no lock guards it against a second run: {error.strerror}", file=sys.stderr)
-    for stale in (run_dir / "logs").glob("rank*.error.json"):
-        stale.unlink()
-    if values.get("resume"):
-        _say_what_changes(run_dir if resume else Path(values["resume"]), values)
-    os.ftruncate(lock, 0)
-    os.write(lock, json.dumps(values, indent=1).encode())
-    OmegaConf.save(cfg, run_dir / "config.yaml")
-    return run_dir, lock
-
-
-def _say_what_changes(resumed: Path, values: dict[str, Any]) -> None:
-    """One line for each value that differs from the job of a run directory, or of a checkpoint's."""
-    for job in (resumed / "job.json", resumed.parent.parent / "job.json"):
-        if job.is_file():
-            for change in changes(job.read_bytes(), values):
-                print(f"resumed with {change}", file=sys.stderr)
-            return
-
-
-def _file_name(name: str) -> str:
-    """`name` without what hurts in a path, and bounded: a hash stands for what is cut off."""
-    safe = re.sub(r"[^\w.,+-]+", "-", name, flags=re.ASCII)
-    cut = f"{safe[:NAME_LENGTH]}-{hashlib.sha1(name.encode()).hexdigest()[:8]}"
-    return safe if len(safe) <= NAME_LENGTH else cut

@@ -54,7 +54,8 @@ def start_ranks(recipe: Path, run_dir: Path, cfg: JobConf, nproc: int) -> int:
             while None in codes and not any(codes):
                 time.sleep(0.05)
                 codes = [rank.poll() for rank in ranks]
-            _wait(ranks, GRACE_S)  # the peers of a failed rank: their errors may say more
+            # The peers of a failed rank get a moment: their errors may say more.
+            _wait(ranks, GRACE_S)
             codes = [rank.poll() for rank in ranks]
         except Interrupted as stop:
             _end(ranks)
@@ -77,9 +78,11 @@ def _spawn(ranks: list[subprocess.Popen], recipe: Path, run_dir: Path, cfg: JobC
     libc = ctypes.CDLL(None)
 
     def before_exec() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of the terminal; the parent decides
+        # Ctrl-C reaches every process of the terminal, and the parent decides.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if sys.platform == "linux":
-            libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed parent leaves no orphan
+            # PR_SET_PDEATHSIG: a killed parent leaves no orphan.
+            libc.prctl(1, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
 
@@ -125,7 +128,8 @@ def threads(cfg: JobConf, local_ranks: int) -> int:
 def _stop_signals_raise() -> Iterator[None]:
     """The first SIGINT, SIGTERM or SIGHUP raises Interrupted, later ones are ignored: the end is quick."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # a thread of a parallel launcher: signals are not its business
+        # In a thread of a parallel launcher signals are not ours to handle.
+        yield
         return
     before = {s: signal.getsignal(s) for s in STOP_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN}
 

@@ -45,7 +45,8 @@ def started_elsewhere() -> bool:
         (host, number), *_ = re.findall(r"([^,\[]+)(?:\[(\d+))?", env.get("SLURM_STEP_NODELIST", "127.0.0.1"))
         tasks, *_ = re.findall(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))
         env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"]
-        env["LOCAL_RANK"] = str(local % gpus if gpus else local)  # srun may show each task its own GPU only
+        # srun may show each task its own GPU only.
+        env["LOCAL_RANK"] = str(local % gpus if gpus else local)
         env.setdefault("LOCAL_WORLD_SIZE", tasks)
         env.setdefault("MASTER_ADDR", host + number)
         env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
@@ -59,7 +60,8 @@ def join(recipe: Path, read_command_line: Callable[[], dict[str, Any]]) -> NoRet
     """
     _forget_accelerate()
     if sys.path[0] == str(recipe.parent):
-        del sys.path[0]  # recipes/evaluate.py must not shadow a package of that name
+        # recipes/evaluate.py must not shadow a package of that name.
+        del sys.path[0]
     from torch.distributed import rendezvous
 
     store, rank, world = next(rendezvous("env://"))
@@ -134,7 +136,8 @@ def _run(recipe: Path, cfg: JobConf, run_dir: Path, store: Store) -> int:
             warnings.filterwarnings("ignore", "Triton is not supported on current platform")
         start_process_group(cfg.launch.timeout_s, store)
         _import(recipe).train(cfg, run_dir)
-    except BaseException as error:  # also a SystemExit: a recipe ends by returning
+    # A SystemExit is an error too: a recipe ends by returning.
+    except BaseException as error:
         return _record(error, run_dir)
     return 0
 
@@ -169,7 +172,8 @@ def _record(error: BaseException, run_dir: Path) -> int:
         temporary = log.with_suffix(".error.tmp")
         temporary.write_text(json.dumps(record))
         temporary.rename(log.with_suffix(".error.json"))
-    except OSError as failure:  # a full disk, often the error itself
+    # The disk is full, which often is the error itself.
+    except OSError as failure:
         print(f"rank {rank}: {type(error).__name__}: {error} (not on record: {failure})", file=sys.stderr)
     return status
 
@@ -185,9 +189,11 @@ def _watch_stop_signals(run_dir: Path, rank: int) -> None:
 
     def watch() -> None:
         while (signum := os.read(reader, 1)[0]) not in ending:
-            continue  # a data loader handles SIGCHLD
+            # Another signal, such as SIGCHLD of a data loader, is somebody else's.
+            continue
         if rank == 0:
-            errors = rank_errors(run_dir)  # torchrun sends SIGTERM when a peer has failed
+            # torchrun sends SIGTERM when a peer has failed: then there is an error on record.
+            errors = rank_errors(run_dir)
             if errors:
                 close_run(run_dir, "failed", errors[0]["message"])
             else:

@@ -45,17 +45,21 @@ def find_core(name: str, module: nn.Module, config: PreTrainedConfig) -> Core | 
     """The core of this module; None if it is no mixer that is known. Raises ValueError for attention it misreads."""
     if getattr(module, "is_causal", None) is True or type(module).__name__ in ATTENTION:
         return Core("attention", ("pair", _span(name, module, config)), _pair_flops(name, module))
-    if _has(module, GATED_DELTA_RULE):  # per head and token: read the state, write it, query it: dk x dv each
+    # Each head reads, writes and queries its state for each token: dk x dv three times.
+    if _has(module, GATED_DELTA_RULE):
         return Core("delta-rule", "token", 6 * _product(module, "num_v_heads", "head_k_dim", "head_v_dim"))
     if hasattr(module, "forget_gate") and _has(module, ("qkv_dim", "num_heads", "head_dim", "conv1d")):
         # of Kimi: a gate per channel
         return Core("delta-rule", "token", 6 * _product(module, "num_heads", "head_dim", "head_dim"))
-    if _has(module, STATE_SPACE_HEADS):  # per head and token: write the state and query it: P x N each
+    # Each head writes and queries its state for each token: P x N twice.
+    if _has(module, STATE_SPACE_HEADS):
         return Core("state-space", "token", 4 * _product(module, "num_heads", "head_dim", "ssm_state_size"))
-    if _has(module, SELECTIVE_SCAN):  # the same for each channel
+    # Here each channel has a state of its own.
+    if _has(module, SELECTIVE_SCAN):
         return Core("state-space", "token", 4 * _product(module, "intermediate_size", "ssm_state_size"))
     if type(module).__name__.endswith("ShortConv") and _has(module, ("in_proj", "conv", "out_proj")):
-        return Core("convolution", "token", 0)  # the convolution is all of it
+        # The convolution is all that the layer multiplies.
+        return Core("convolution", "token", 0)
     return None
 
 
@@ -63,7 +67,8 @@ def check_layers(layers: dict[str, nn.Module], cores: dict[str, Core]) -> None:
     """Raise ValueError unless each decoder layer mixes its tokens in one known way, or in two of different kinds."""
     for name, layer in layers.items():
         kinds = [core.kind for at, core in cores.items() if f"{at}.".startswith(f"{name}.")]
-        if not kinds and getattr(layer, "block_type", None) in ("mlp", "moe"):  # nothing but an MLP, and says so
+        # The layer is nothing but an MLP, and says so.
+        if not kinds and getattr(layer, "block_type", None) in ("mlp", "moe"):
             continue
         inside = ", ".join(_class(child) for child in layer.children() if any(True for _ in child.children()))
         if not kinds:
@@ -129,7 +134,8 @@ def _span(name: str, attention: nn.Module, config: PreTrainedConfig) -> Span:
     kind = kinds[index] if kinds and index is not None else None
     if kind == "chunked_attention":
         return Chunk(config.attention_chunk_size)
-    if getattr(attention, "attention_type", None) == "local":  # of gpt_neo
+    # gpt_neo says so in this way.
+    if getattr(attention, "attention_type", None) == "local":
         return config.window_size
     if kind in ("full_attention", "attention"):
         return None

@@ -36,9 +36,11 @@ def count(model: PreTrainedModel, lengths: Sequence[int], logits: int | None = N
     for choose, ours in ((model.set_attn_implementation, NAME), (model.set_experts_implementation, "batched_mm")):
         try:
             choose(ours)
-        except ValueError:  # the model's classes have no choice
+        # The model's classes leave no choice.
+        except ValueError:
             choose("eager")
-    if model.config._attn_implementation != NAME:  # some say so in their log only
+    # Some models refuse in their log only.
+    if model.config._attn_implementation != NAME:
         model.set_attn_implementation("eager")
     ids_T = torch.arange(sum(lengths)) % model.config.get_text_config(decoder=True).vocab_size
     arguments = {"input_ids": ids_T[None], "use_cache": False}
@@ -47,7 +49,8 @@ def count(model: PreTrainedModel, lengths: Sequence[int], logits: int | None = N
     if logits is not None:
         arguments["logits_to_keep"] = logits
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution: _convolution})
-    with recurrences(model), torch.enable_grad(), counter:  # its module tracker fails without gradients
+    # The counter's module tracker fails without gradients.
+    with recurrences(model), torch.enable_grad(), counter:
         model(**arguments)
     return counter.get_total_flops(), bool(seen)
 

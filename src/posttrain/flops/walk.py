@@ -31,18 +31,21 @@ def size(model: nn.Module) -> FlopsCounter:
     walk = _Walk(model)
     forward: defaultdict[Key, float] = defaultdict(int)
     training: defaultdict[Key, float] = defaultdict(int)
-    passed: set[str] = set()  # decoder layers that a gradient passes
+    # The decoder layers that a gradient passes.
+    passed: set[str] = set()
     # Order of registration stands for order of execution, but a layer's norms, registered last, run first.
     # Where else they differ (a router after its experts), only the first layer with anything trainable is
     # miscounted, and only if that layer is frozen in part.
     trained = [name for name, weight in walk.root.named_parameters() if weight.requires_grad]
     trained_norms = {_layer(name) for name in trained if name.endswith("norm.weight")}
-    gradient_flows = False  # whether the input of the module at hand has a gradient
+    # Does the input of the module at hand have a gradient?
+    gradient_flows = False
     for name, module in walk.executed():
         layer = _layer(name)
         flows = gradient_flows or layer in trained_norms
         for part, unit, flops, weight in walk.matmuls(name, module):
-            if weight is None:  # both operands are activations
+            # Both operands are activations.
+            if weight is None:
                 gradients = 2 * (flows or any(parameter.requires_grad for parameter in module.parameters()))
             else:
                 gradients = flows + weight.requires_grad
@@ -82,7 +85,8 @@ class _Walk:
         self.layers = self._find_layers()
         self._refuse_reuse()
         self._refuse_beside_the_layers()
-        base = model.base_model  # what is beside it runs on the positions with logits alone
+        # Modules beside the base model run on the positions with logits alone.
+        base = model.base_model
         self.per_logit: Container[int] = ()
         if base is not model:
             self.per_logit = set(map(id, self.modules.values())) - set(map(id, base.modules()))
@@ -153,7 +157,8 @@ class _Walk:
         elif matrices:
             experts = getattr(module, "num_experts", getattr(module, "moe_num_experts", 0))
             for key, weight in matrices.items():
-                if key.endswith("bias") or key == "A_log":  # added, or a decay of a core
+                # A bias is added, and A_log is the decay of a core: neither multiplies matrices.
+                if key.endswith("bias") or key == "A_log":
                     continue
                 stacked = weight.ndim == 3 and weight.shape[0] == experts
                 if not stacked and not (weight.ndim == 2 and hasattr(module, "moe_num_experts")):

@@ -84,10 +84,12 @@ class UpdateMetrics:
             **terms.means,
             "sampling/logp_difference/mean": gap_BK.abs(),
             "sampling/importance_sampling_ratio/mean": gap_BK.exp(),
-            "sampling/kl": torch.expm1(gap_BK) - gap_BK,  # the k3 estimate of KL(sampler || trainer)
+            # The k3 estimate of KL(sampler || trainer).
+            "sampling/kl": torch.expm1(gap_BK) - gap_BK,
         }
         sums = {name: values_BK.where(counted_BK, 0.0).double().sum() for name, values_BK in means.items()}
         sums["tokens"] = counted_BK.double().sum()
+        # Tokens that do not count must not be the largest, on any rank.
         nothing = gap_BK.new_tensor(-torch.inf)
         extremes = {"high": gap_BK.where(counted_BK, nothing), "low": (-gap_BK).where(counted_BK, nothing)}
         highest = {name: values_BK.max().double() for name, values_BK in extremes.items()}

@@ -44,16 +44,19 @@ def find_head(model: PreTrainedModel) -> Head:
         known_BKV = torch.empty(1, 3, linear.out_features, dtype=torch.float64).uniform_(-60, 60)
     if small is None:
         return Head(linear=None, description=f"full logits: {name} has no tiny copy that could be tried")
-    known_BKV[..., 0], known_BKV[..., 1] = 1e-4, 1e6  # the slope, and what lies beyond a cap
+    # The first column shows the slope, the second what lies beyond a cap.
+    known_BKV[..., 0], known_BKV[..., 1] = 1e-4, 1e6
     try:
-        small.eval().set_attn_implementation("eager")  # flash attention needs a GPU
+        # Flash attention would need a GPU.
+        small.eval().set_attn_implementation("eager")
         logits_BKV, zeros_BK2 = _after_head(model, small, linear, known_BKV), torch.zeros(1, 3, 2, requires_grad=True)
         slope, far = (logits_BKV[0, 0, :2].double() / known_BKV[0, 0, :2]).tolist()
         scale, cap = (slope, far * 1e6) if abs(far) < abs(slope) / 2 else (far, None)
         expected_BKV = known_BKV * scale if cap is None else cap * (known_BKV * scale / cap).tanh()
         after_BK2 = _after_head(model, small, linear, zeros_BK2)
         (gradient_BK2,) = torch.autograd.grad(after_BK2.sum(), zeros_BK2)
-    except Exception as error:  # any code may come after a head; full logits are right whatever it does
+    # Any code may come after a head. Full logits are right whatever it does.
+    except Exception as error:
         reason = textwrap.shorten(f"{name} could not be tried with another head: {error}", 200)
         return Head(linear=None, description=f"full logits: {reason}")
     same = torch.allclose(logits_BKV.double(), expected_BKV, rtol=1e-5, atol=0)
@@ -77,7 +80,8 @@ def _after_head(model: PreTrainedModel, small: PreTrainedModel, linear: nn.Linea
     modules = {name: module for name, module in model.named_modules() if name}
     path = next(name for name, module in modules.items() if module is linear)
     forwards: dict[nn.Module, Callable] = {linear: head}
-    for name, copy in small.named_modules():  # but for the modules that hold the head, and XLM's gelu, one for all
+    # The modules that hold the head keep their own forward, and so does XLM's gelu, which all layers share.
+    for name, copy in small.named_modules():
         if name in modules and not f"{path}.".startswith(f"{name}.") and modules[name] is not copy:
             forwards[modules[name]] = copy.__call__
     with forwards_replaced(forwards):

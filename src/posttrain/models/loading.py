@@ -56,7 +56,8 @@ def attention(cfg: ModelConf, config: PreTrainedConfig) -> str | None:
         raise UserError(f"model.attention={cfg.attention} is not known to transformers. Type one of: {known}")
     if cfg.attention != "auto":
         return cfg.attention
-    model_class = causal_model_class(type(config))  # None: the checkpoint's own code
+    # None stands for a checkpoint's own code.
+    model_class = causal_model_class(type(config))
     takes_it = takes_flash_attention(model_class)
     half = compute_dtype(cfg) is torch.bfloat16
     runs = takes_it and half and torch.cuda.is_available() and is_flash_attn_2_available()
@@ -76,7 +77,8 @@ def load(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Raises:
         UserError: the path is no model, is of another architecture, or the hub cannot be reached.
     """
-    transformers_logging.disable_progress_bar()  # one a rank, for a load that takes a moment
+    # Each rank would show one, for a load that takes a moment.
+    transformers_logging.disable_progress_bar()
     path = weights_path(cfg)
     config = load_config(cfg)
     stored_dtype = config.dtype
@@ -97,7 +99,8 @@ def load(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"model.path={path}: {_first_line(error)}") from error
     lacking = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
-    if lacking:  # transformers would train them from random values after a warning
+    # transformers would train them from random values, after a warning.
+    if lacking:
         raise UserError(f"model.path={path} lacks {len(lacking)} weights of the model, such as {lacking[0]}")
     return _ready(model, tokenizer, cfg, stored_dtype)
 
@@ -124,9 +127,11 @@ def initialise(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 
 def load_config(cfg: ModelConf) -> PreTrainedConfig:
     """The checkpoint's text config, checked against `model.architecture`. Raises UserError."""
-    huggingface_logging.set_verbosity_error()  # else ten lines about its retries before the one that matters
+    # Else ten lines about retries come before the one that matters.
+    huggingface_logging.set_verbosity_error()
     path = weights_path(cfg)
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1  # hub names are name or owner/name
+    # Hub names are name or owner/name.
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).is_dir():
         raise UserError(
             f"model.path={path} is neither a directory nor a hub name. Give a local directory, a hub name such as "
@@ -164,7 +169,8 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 def _ready(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cfg: ModelConf, stored_dtype: torch.dtype | str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    model.config.dtype = stored_dtype  # what an export writes
+    # An export writes this dtype.
+    model.config.dtype = stored_dtype
     # No dropout and no router noise: the trainer's and the sampler's distributions must be the same, and the ratio 1
     # before an update. So the model is in eval mode also while it is trained.
     model.eval()
@@ -172,7 +178,8 @@ def _ready(
         tokenizer.pad_token = tokenizer.eos_token
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for module in model.modules():  # which acts in train mode only, here of the layer itself without what is in it
+        # It acts in train mode only. The layer itself is put there, without the modules in it.
+        for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.training = True
                 for name in [name for name, value in vars(module).items() if "drop" in name and type(value) is float]:

@@ -63,7 +63,8 @@ def tiny_copy(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
     try:
         with torch.device(device):
             small = build(shrunk(text)).to(dtype)
-    except Exception:  # code of other rules, maybe a checkpoint's own: the model itself is probed then
+    # A checkpoint's own code may keep other rules: the model itself is probed then.
+    except Exception:
         return None
     same = {type(layer) for layer in mixers(small)} == {type(layer) for layer in mixers(model)}
     return slow_to_forget(small) if same else None
@@ -113,7 +114,8 @@ def _exact(named: dict) -> dict[str, float]:
     heads, was = named.get("num_attention_heads") or 1, named.get("hidden_size")
     if not was:
         return {}
-    width = named.get("head_dim") or -(-was // heads // 8) * 8  # grouped experts multiply rows of whole 16 bytes
+    # Grouped experts multiply rows of whole 16 bytes.
+    width = named.get("head_dim") or -(-was // heads // 8) * 8
     # a layer may take its heads to fill the hidden size; heads this wide never do, and 64 is cheaper
     free = named.get("head_dim") and (was // heads != width or width > 128)
     hidden = 64 if free or heads == 1 else 2 * width
@@ -163,7 +165,8 @@ def _small(name: str, value: Any, named: dict, exact: dict) -> Any:
     if type(value) is not int:
         return value
     if re.fullmatch(EXPERTS, name) and "shared" not in name:
-        return 4 if value else 0  # all of them take every token: a tie in the router would look like a leak
+        # All experts take every token: a tie in the router would look like a leak.
+        return 4 if value else 0
     if re.fullmatch(KEY_VALUE_HEADS, name):
         heads = (
             named.get(name.replace("key_value", "attention"))
@@ -172,7 +175,8 @@ def _small(name: str, value: Any, named: dict, exact: dict) -> Any:
         )
         return 1 if value < heads else 2
     if name in ("max_position_embeddings", "n_positions", "n_ctx"):
-        return max(value, 256)  # the probe's row has to fit
+        # The probe's row has to fit.
+        return max(value, 256)
     limits = (limit for pattern, limit in LIMITS.items() if re.fullmatch(pattern, name))
     return min(value, next(limits, value))
 
@@ -202,7 +206,8 @@ def _keep_a_layer_of_each_kind(config: PreTrainedConfig, overrides: dict) -> lis
     if not layers:
         return []
     fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    numbers = {  # lists of layer numbers
+    # Lists of layer numbers.
+    numbers = {
         name: value
         for name, value in fields.items()
         if isinstance(value, list)

@@ -45,7 +45,8 @@ def plan(documents: Sequence[Document], spare: Document, cfg: PackingConf, ranks
     def row_cost(row: Row) -> float:
         return _row_cost(row, cfg, cost)
 
-    if cfg.mode is PackingMode.padded:  # rows of similar length need all documents to choose from
+    # Padded rows of similar length need all documents to choose from, so rows are made before they are dealt.
+    if cfg.mode is PackingMode.padded:
         shares = _deal(_alike(documents, cfg.tokens_per_row), row_cost, ranks)
     else:
         by_rank = _deal(documents, lambda document: _cost(document, cost), ranks)
@@ -99,7 +100,8 @@ def document_cost(model: PreTrainedModel) -> PassCost:
     """
     try:
         return size(model).forward_cost
-    except (ValueError, AttributeError, TypeError):  # refused, or a model of other rules
+    # The count refuses the model, or the model keeps to other rules.
+    except (ValueError, AttributeError, TypeError):
         config = model.config.get_text_config(decoder=True)
         layers, width = (getattr(config, name, None) or 1 for name in ("num_hidden_layers", "hidden_size"))
         looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -121,7 +123,8 @@ def computed_lengths(row: Row, cfg: PackingConf) -> list[int]:
     if cfg.mode is PackingMode.padded:
         longest = max(lengths)
         return [longest + -longest % cfg.pad_multiple] * len(row)
-    padding = -sum(lengths) % cfg.pad_multiple  # a document of its own, never many of one token
+    # Padding is a document of its own: many of one token would exceed what kernels take.
+    padding = -sum(lengths) % cfg.pad_multiple
     return [*lengths, padding] if padding else lengths
 
 
@@ -140,8 +143,9 @@ def _deal(items: Sequence, cost: Callable[..., float], ranks: int) -> list[list]
 def _best_fit(documents: Sequence[Document], budget: int) -> list[Row]:
     """Best fit decreasing: the longest first, each into the fullest row that still has room for it."""
     rows: list[Row] = []
-    with_room: dict[int, list[Row]] = {}  # by tokens of room
-    rooms: list[int] = []  # those that a row has, ascending
+    # Rows by their tokens of room, and the sizes of room that some row has, ascending.
+    with_room: dict[int, list[Row]] = {}
+    rooms: list[int] = []
     for document in sorted(documents, key=len, reverse=True):
         length = len(document)
         at = bisect_left(rooms, length)

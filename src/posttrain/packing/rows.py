@@ -17,7 +17,8 @@ from posttrain.models.gdn_packing import boundaries
 from posttrain.packing.planning import computed_lengths, plan
 from posttrain.records import Document, Packed, PackedRow, Row
 
-Column = tuple[int, int, float, float, float]  # target, document, weight, advantage, sampler's logprob
+# Target, document, weight, advantage, and the sampler's logprob of one predicted token.
+Column = tuple[int, int, float, float, float]
 COLUMN_DTYPES = (torch.int64, torch.int64, torch.float32, torch.float32, torch.float32)
 
 
@@ -76,7 +77,8 @@ def _thd_row(row: Row, cfg: PackingConf, pad_id: int, device: torch.device) -> P
     ids += [pad_id] * (sum(lengths) - len(ids))
     positions: list[int] = []
     columns: list[Column] = []
-    starts = itertools.accumulate(lengths, initial=0)  # the padding's too, which has no document
+    # The padding has a start too, but no document.
+    starts = itertools.accumulate(lengths, initial=0)
     for number, (document, start) in enumerate(zip(row, starts, strict=False)):
         positions += [start + position for position in _predicting(document)]
         columns += _columns(document, number)

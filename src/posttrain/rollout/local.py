@@ -58,7 +58,8 @@ def generate(
                     version=version,
                 )
             )
-    for module in training:  # those that gradient checkpointing keeps so, not what is in them
+    # Gradient checkpointing keeps some modules in train mode, without the modules inside them.
+    for module in training:
         module.training = True
     return rollouts
 
@@ -89,7 +90,8 @@ def _decode(
     uniform = uniform.to(device)
     end = torch.tensor(sorted(end_ids), device=device)
 
-    active = list(range(len(expand_S)))  # the sequence behind each row of the batch
+    # The sequence behind each row of the batch: rows leave as their sequences end.
+    active = list(range(len(expand_S)))
     completions: list[tuple[list[int], list[float]]] = [([], []) for _ in active]
     for position in range(uniform.shape[1]):
         tokens_S, logprobs_S = sample(logits_SV, uniform[active, position], cfg.temperature, cfg.top_p)
@@ -133,11 +135,13 @@ def sample(
     logprobs_SV = (logits_SV / temperature).log_softmax(-1)
     if top_p < 1:
         ordered_SV, order_SV = logprobs_SV.sort(-1, descending=True)
-        before_SV = ordered_SV.exp().cumsum(-1) - ordered_SV.exp()  # mass of the likelier tokens
+        # A token is kept if the likelier ones together have less mass than top_p.
+        before_SV = ordered_SV.exp().cumsum(-1) - ordered_SV.exp()
         kept_SV = torch.zeros_like(logprobs_SV, dtype=torch.bool).scatter(1, order_SV, before_SV < top_p)
         logprobs_SV = logprobs_SV.masked_fill(~kept_SV, float("-inf")).log_softmax(-1)
     cumulative_SV = logprobs_SV.double().exp().cumsum(-1)
     target_S1 = uniform_S.to(cumulative_SV)[:, None] * cumulative_SV[:, -1:]
-    tokens_S = torch.searchsorted(cumulative_SV, target_S1, right=True).squeeze(1)  # never a token of mass 0
-    tokens_S = tokens_S.clamp(max=logprobs_SV.shape[1] - 1)  # a uniform that rounds up to 1
+    # From the right a token of mass 0 is never met; a uniform that rounds up to 1 stays inside the vocabulary.
+    tokens_S = torch.searchsorted(cumulative_SV, target_S1, right=True).squeeze(1)
+    tokens_S = tokens_S.clamp(max=logprobs_SV.shape[1] - 1)
     return tokens_S, logprobs_SV.gather(1, tokens_S[:, None]).squeeze(1)

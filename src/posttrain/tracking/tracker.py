@@ -136,7 +136,8 @@ def read_records(run_dir: Path) -> list[dict[str, float]]:
     """The records of metrics.jsonl; a last line torn by the death of its writer is left out."""
     path = run_dir / METRICS
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline is nothing, or torn
+    # After the last newline there is nothing, or a torn record.
+    return [json.loads(line) for line in lines[:-1]]
 
 
 def truncate_after(run_dir: Path, step: float) -> list[dict[str, float]]:

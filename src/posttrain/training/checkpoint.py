@@ -22,8 +22,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from posttrain.errors import UserError
 from posttrain.training.reference import Reference, trained
 
-PROGRESS = "progress.json"  # written last: a directory without it is no checkpoint
-REFERENCE = "reference"  # the trained parameters of a reference policy that has moved
+# Written last: a directory without it is no checkpoint.
+PROGRESS = "progress.json"
+# Holds the trained parameters of a reference policy that has moved.
+REFERENCE = "reference"
 
 
 def save(
@@ -43,9 +45,11 @@ def save(
     final = folder / f"step_{step:08d}"
     partial = folder / f"partial_{step:08d}"
     if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that died while it saved
-        shutil.rmtree(final, ignore_errors=True)  # resumed from an earlier step: this one is written again
+        # A run that died while it saved leaves a partial one; one that resumed earlier writes this step again.
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(final, ignore_errors=True)
     dist.barrier()
+    # Written aside and renamed when whole: whatever happens in between, no torn checkpoint has the name of a whole one.
     with _one_cpu_thread():
         accelerator.save_state(str(partial))
         if reference is not None and reference.moved:
@@ -145,7 +149,8 @@ def export(accelerator: Accelerator, model: torch.nn.Module, tokenizer: PreTrain
         bare: PreTrainedModel = accelerator.unwrap_model(model)
         dtype = bare.config.dtype or torch.float32
         bare.save_pretrained(path, state_dict={name: value.to(dtype) for name, value in state.items()})
-        bare.config.dtype = dtype  # transformers has put the master weights' fp32 there
+        # transformers has put the master weights' fp32 there.
+        bare.config.dtype = dtype
         bare.config.save_pretrained(path)
         tokenizer.save_pretrained(path)
     dist.barrier()

@@ -6,10 +6,12 @@ from architecture_cases import STATEFUL, known, patched
 from packed_models import alone, difference, packed, tokens
 from packing_cases import MIXED
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from posttrain.errors import UserError
 from posttrain.models.architectures import tiny
 from posttrain.models.gdn_packing import boundaries, patch
+from posttrain.models.packed.attention import attention_by_document
 
 
 class Watch(TorchDispatchMode):
@@ -111,6 +113,8 @@ def test_boundaries_of_another_row_are_refused(name):
         model(input_ids=ids[None, :30], **short | {"document_lengths": (17, 13)})
     with pytest.raises(ValueError, match="use_cache=False"):
         model(input_ids=ids[None, :30], **short | {"use_cache": True})
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(input_ids=ids[None, :30], past_key_values=DynamicCache(config=model.config), **short)
 
 
 def test_a_failed_call_leaves_no_boundaries_behind():
@@ -130,3 +134,27 @@ def test_a_compiled_model_is_refused():
     model.compile(backend="eager")
     with pytest.raises(UserError, match="compiled model"):
         patch(model)
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_a_bias_of_positions_is_cut_to_each_document(with_mask):
+    """As T5's relative positions are: [1, H, T, T] of the row; a mask of the row beside it is cut too."""
+
+    def attention(module, query, key, value, attention_mask=None, position_bias=None, **kwargs):
+        scores = query @ key.transpose(2, 3) + position_bias
+        scores = scores if attention_mask is None else scores + attention_mask
+        return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+    query, key, value = torch.randn(3, 1, 2, 9, 4)
+    bias = torch.randn(1, 2, 9, 9)
+    mask = torch.randn(1, 1, 9, 9) if with_mask else None
+    module = torch.nn.Identity()
+    found, _ = attention_by_document(attention)(
+        module, query, key, value, mask, position_bias=bias, document_lengths=(4, 5)
+    )
+    wanted = []
+    for where in (slice(0, 4), slice(4, 9)):
+        own = None if mask is None else mask[..., where, where]
+        parts = (x[:, :, where] for x in (query, key, value))
+        wanted.append(attention(module, *parts, own, position_bias=bias[..., where, where])[0])
+    assert torch.allclose(found, torch.cat(wanted, 1), atol=1e-6)

@@ -128,3 +128,72 @@ def test_fused_kernels_receive_the_boundaries(module, monkeypatch, convolution):
     foreign["cu_seq_lens_q"] = torch.tensor([0, 13, 15, 30, 30], dtype=torch.int32)  # an empty document
     assert_same(model(input_ids=ids[None], **foreign).logits[0], expected)
     assert patch(model).kernels["gated_delta_rule"].endswith("chunk_gated_delta_rule")
+
+
+def test_a_packed_row_with_a_state_is_refused_by_fused_kernels_too(module, monkeypatch):
+    def chunk_gated_delta_rule(q, k, v, g, beta, initial_state=None, output_final_state=False, cu_seqlens=None):
+        return v, None
+
+    raw = inspect.unwrap(module.torch_chunk_gated_delta_rule)
+    rule = dispatch.dispatch("torch_chunk_gated_delta_rule", bound_at_import(raw, chunk_gated_delta_rule))
+    monkeypatch.setattr(dispatch, "FUSED_ON", {"cpu"})
+    q, k, v = torch.randn(3, 1, 9, 2, 8)
+    where = boundaries((4, 5), "cpu")
+    assert rule(q, k, v, g=v[..., 0], beta=v[..., 0], **where)[0] is v
+    for state in ({"output_final_state": True}, {"initial_state": torch.zeros(1, 2, 8, 8)}):
+        with pytest.raises(ValueError, match="share a recurrent state"):
+            rule(q, k, v, g=v[..., 0], beta=v[..., 0], **where, **state)
+
+
+@pytest.mark.parametrize("sends_seq_idx", [True, False])
+def test_fused_scans_receive_the_document_numbers(monkeypatch, sends_seq_idx):
+    """Alone, and joined with the convolution; made from the lengths where the caller sent none."""
+    seen = []
+
+    def mamba_chunk_scan_combined(
+        x, dt, A, B, C, chunk_size, seq_idx=None, initial_states=None, return_final_states=False
+    ):
+        seen.append(seq_idx)
+        return x
+
+    def mamba_split_conv1d_scan_combined(zxbcdt, weight, seq_idx=None):
+        seen.append(seq_idx)
+        return zxbcdt
+
+    bamba = importlib.import_module("transformers.models.bamba.modeling_bamba")
+    kernels = {
+        "mamba2_chunk_scan": mamba_chunk_scan_combined,
+        "mamba2_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+    }
+    scan, both = (
+        dispatch.dispatch(name, bound_at_import(inspect.unwrap(getattr(bamba, name)), kernel))
+        for name, kernel in kernels.items()
+    )
+    monkeypatch.setattr(dispatch, "FUSED_ON", {"cpu"})
+    where = boundaries((4, 1, 4), "cpu")
+    if not sends_seq_idx:
+        del where["seq_idx"]
+    x, dt = torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2)
+    scan(x, dt, torch.ones(2), x, x, chunk_size=4, **where)
+    both(x.flatten(2), dt, **where)
+    assert [numbers.tolist() for numbers in seen] == [[[0] * 4 + [1] + [2] * 4]] * 2
+    assert all(numbers.dtype == torch.int32 for numbers in seen)
+    with pytest.raises(ValueError, match="share a recurrent state"):
+        scan(x, dt, torch.ones(2), x, x, chunk_size=4, return_final_states=True, **where)
+
+
+def test_an_activation_that_the_fused_convolution_lacks_takes_the_reference(module, monkeypatch):
+    def convolution(x, weight=None, bias=None, activation=None, cu_seqlens=None, cu_seqlens_cpu=None):
+        raise AssertionError("it knows silu alone")
+
+    convolution.__module__ = "fla.modules.causal_conv1d"
+    raw = inspect.unwrap(module.causal_conv1d_fn)
+    function = dispatch.dispatch("causal_conv1d_fn", raw)
+    monkeypatch.setattr(dispatch, "fla_convolution", lambda: convolution)
+    monkeypatch.setattr(dispatch, "FUSED_ON", {"cpu"})
+    x, weight = torch.randn(1, 6, 9), torch.randn(6, 4)
+    found = function(x, weight, None, activation="gelu", **boundaries((4, 5), "cpu"))
+    parts = [F.conv1d(F.pad(part, (3, 0)), weight[:, None], groups=6) for part in x.split((4, 5), -1)]
+    assert_same(found, F.gelu(torch.cat(parts, -1)), 1e-6)
+    with pytest.raises(AssertionError, match="silu alone"):
+        function(x, weight, None, activation="silu", **boundaries((4, 5), "cpu"))

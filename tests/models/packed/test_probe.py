@@ -109,10 +109,23 @@ def test_probe_names_the_layer_whose_backward_leaks(module, monkeypatch):
         verify(built("qwen3_5"))
 
 
+def test_probe_catches_a_gradient_in_a_neighbours_tokens(monkeypatch):
+    """No parameter that is trained has a wrong gradient then: only the inputs show it."""
+    model = build("llama")
+    model.get_input_embeddings().requires_grad_(False)
+    model.get_input_embeddings().register_forward_hook(lambda *call: call[2].requires_grad_())
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: (Smear.apply(args[0], 1), *args[1:]))
+    monkeypatch.setattr(gdn_packing, "tiny_copy", lambda *_: model)
+    with pytest.raises(PackingLeak, match="a document's loss has a gradient in its neighbours"):
+        verify(model)
+
+
 def test_probe_of_a_model_that_has_no_tiny_copy(monkeypatch):
     """The model itself is probed, forward only, and keeps its mode."""
     monkeypatch.setattr(gdn_packing, "tiny_copy", lambda *_: None)
     model = build("llama").train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5  # which would differ from call to call
     proof = verify(model, "cpu")
     assert model.training and proof.max_difference < 1e-5 and proof.max_gradient_difference is None
     assert "LlamaForCausalLM has no tiny copy" in proof.warnings[0] and "forward only" in proof.warnings[0]

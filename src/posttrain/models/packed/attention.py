@@ -139,7 +139,8 @@ def _mask(upstream: Callable) -> Callable:
     def mask(*args: Any, **kwargs: Any) -> Tensor | None:
         if (call := _call.get()) is not None:
             chunk = getattr(kwargs.get("config"), "attention_chunk_size", None) or max(call[0])
-            other = kwargs.get("use_vmap") or kwargs.get("allow_is_bidirectional_skip")  # a function of the model's own
+            # The model brings a mask function of its own.
+            other = kwargs.get("use_vmap") or kwargs.get("allow_is_bidirectional_skip")
             if kwargs.get("attention_mask") is None and chunk >= max(call[0]) and not other:
                 return None
         return upstream(*args, **kwargs)
@@ -153,7 +154,8 @@ def attention_by_document(upstream: Callable, additive: bool = False) -> Callabl
     def attention(module, query, key, value, attention_mask=None, *args, **kwargs):
         rows, _, tokens, _ = query.shape
         sent = kwargs.get("document_lengths")
-        whole = sent is not None and sum(sent) != tokens  # not attention along the row
+        # Then this is not attention along the row.
+        whole = sent is not None and sum(sent) != tokens
         lengths = None if whole or key.shape[2] != tokens else documents(kwargs, rows, tokens)
         if lengths is None:
             return upstream(module, query, key, value, attention_mask, *args, **kwargs)

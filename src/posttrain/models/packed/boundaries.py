@@ -37,7 +37,8 @@ def boundaries(lengths: Sequence[int], device: torch.device | str) -> dict[str, 
     seq_idx: Any = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(counts)
     offsets = starts.to(device, torch.int32)
     seq_idx = seq_idx[None].to(device)
-    seq_idx.document_lengths = lengths  # lfm2 hands on seq_idx alone (transformers 5.17)
+    # lfm2 hands on seq_idx alone (transformers 5.17).
+    seq_idx.document_lengths = lengths
     return {
         "position_ids": position_ids[None].to(device),
         "cu_seq_lens_q": offsets,
@@ -70,7 +71,8 @@ def documents(boundaries: dict, rows: int, tokens: int) -> tuple[int, ...] | Non
     elif seq_idx is not None:
         if rows != 1:
             raise ValueError(f"seq_idx needs one row [1, T], got {rows} rows")
-        lengths = getattr(seq_idx, "document_lengths", None)  # of one that `boundaries` made
+        # A seq_idx that `boundaries` made knows the lengths.
+        lengths = getattr(seq_idx, "document_lengths", None)
         if lengths is None:
             lengths = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
     if lengths is None or len(lengths) == 1:

@@ -44,7 +44,8 @@ def dispatch(function: str, upstream: Callable) -> Callable:
     Its attribute `kernel_for(device)` tells the fused kernel that runs there, None for torch.
     """
     operation, inner = OPERATIONS[function], upstream
-    if isinstance(inner, torch.nn.Module):  # the `kernels` package wraps functions in modules
+    # The `kernels` package wraps functions in modules.
+    if isinstance(inner, torch.nn.Module):
         inner = inspect.getclosurevars(type(inner).forward).nonlocals["func"]
     raw = inspect.unwrap(inner)
     bound = inspect.getclosurevars(inner).nonlocals.get("implementation") if inner is not raw else None
@@ -130,7 +131,8 @@ def _scan(upstream: Callable, raw: Callable, kernel_for: Callable) -> Callable:
         fused = kernel_for(hidden_states.device) is not None
         if lengths is None and fused:
             return upstream(hidden_states, dt, A, B, C, chunk_size=chunk_size, **kwargs)
-        if lengths is None:  # the result is the same, the work within chunks less
+        # With smaller chunks the result is the same, and the work within them is less.
+        if lengths is None:
             chunk = kernels.chunk_size(hidden_states.shape[1], min(chunk_size, kernels.CHUNK))
             return raw(hidden_states, dt, A, B, C, chunk_size=chunk, **kwargs)
         if not fused:
@@ -145,7 +147,8 @@ def _scan(upstream: Callable, raw: Callable, kernel_for: Callable) -> Callable:
 def _convolution_and_scan(upstream: Callable, raw: Callable, kernel_for: Callable) -> Callable:
     def packed_convolution_and_scan(zxbcdt, *args, **kwargs):
         if kernel_for(zxbcdt.device) is None:
-            return raw(zxbcdt, *args, **kwargs)  # None: the layer then calls the two by themselves
+            # It returns None, and the layer then calls convolution and scan by themselves.
+            return raw(zxbcdt, *args, **kwargs)
         seq_idx = kwargs.get("seq_idx")
         lengths, kwargs = _take(kwargs, *zxbcdt.shape[:2], STATE, CONVOLUTION)
         if lengths is not None:
@@ -171,7 +174,8 @@ def _convolution(upstream: Callable, raw: Callable, kernel_for: Callable) -> Cal
             return output_BTD.transpose(1, 2)
         if lengths is None:
             return upstream(x_BDT, weight, bias, activation=activation)
-        if x_BDT.stride(1) != 1:  # causal-conv1d takes seq_idx only with the channels last
+        # causal-conv1d takes seq_idx only with the channels last.
+        if x_BDT.stride(1) != 1:
             x_BDT = x_BDT.transpose(1, 2).contiguous().transpose(1, 2)
         seq_idx = _seq_idx(lengths, seq_idx, x_BDT.device)
         return upstream(x_BDT, weight, bias, activation=activation, seq_idx=seq_idx)

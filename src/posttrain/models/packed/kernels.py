@@ -111,7 +111,8 @@ class _Taps(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.edges, ctx.has_bias = edges, bias is not None
         source = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-        taps = weight.to(source.dtype).flip(1)[..., None]  # [D, W, 1], the present token's first
+        # [D, W, 1], with the present token's tap first.
+        taps = weight.to(source.dtype).flip(1)[..., None]
         out = source * taps[:, 0]
         for k in range(1, weight.shape[-1]):
             source.index_fill_(2, edges.last[k - 1], 0)

@@ -75,7 +75,8 @@ class Probe:
         """Check (c) of `verify`; returns the largest difference."""
         whole = type(self.model).__name__
         owner = {p: type(layer).__name__ for layer in reversed(mixers(self.model)) for p in layer.parameters()}
-        owner |= {p: whole for p in self.model.parameters() if p not in owner}  # mixers first, the last one first
+        # A parameter belongs to the innermost mixer that holds it, else to the whole model.
+        owner |= {p: whole for p in self.model.parameters() if p not in owner}
         owner = {p: name for p, name in owner.items() if p.requires_grad}
         target_TV = torch.randn(len(self.ids_T), self.vocabulary, device=self.device)
         embedded: list[Tensor] = []  # [1, T, D] of each run
@@ -154,7 +155,8 @@ class Probe:
         for (name, wanted), (_, found) in zip(expected, actual, strict=True):
             scale = max(float(wanted.abs().max()), floor)
             relative = float((wanted.float() - found.float()).abs().max()) / scale
-            if not relative <= tolerance:  # also for NaN
+            # Written so that NaN fails as well.
+            if not relative <= tolerance:
                 raise PackingLeak(
                     f"packing=thd is unsafe here: {name} leaks between documents ({what}, by {relative:.2g} "
                     f"of the largest value; rounding stays under {tolerance:.0e}). {WAY_OUT}"
