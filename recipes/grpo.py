@@ -93,7 +93,7 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
                     batches.append(packed)
 
             # ---- Logprobs to compare with.
-            # The first optimizer step needs none: the policy itself has sampled.
+            # The first optimizer step compares the policy with itself, and needs none.
             if cfg.algorithm.optimizer_steps > 1:
                 with run.timed("logprobs"):
                     batches = policy.with_logprobs("old_logprobs_BK", batches)

@@ -1,6 +1,6 @@
 """Do the tests notice? Plants faults in a copy of the project, one at a time, and runs the tests that should see them.
 
-    make mutants                                # all faults, half an hour on two cores
+    make mutants                                # all faults, about an hour on two cores
     make mutants ARGS="optim checkpoint"        # those of files whose path holds one of these words
     make mutants ARGS="--lived"                 # those that lived in the last run
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def misfits() -> list[str]:
             wrong.append(f"{fault}: stands there {times} times, must be once")
         if fault.old == fault.new:
             wrong.append(f"{fault}: changes nothing")
-        for argument in fault.tests.split():
+        for argument in shlex.split(fault.tests):
             if argument.startswith("tests/") and not (ROOT / argument.partition("::")[0]).exists():
                 wrong.append(f"{fault}: there is no {argument}")
     have = {fault.file for fault in faults()}
@@ -82,7 +83,7 @@ def code_files() -> Iterator[str]:
 def run_tests(copy: Path, tests: str) -> tuple[int, str]:
     """pytest's exit status and output in a copy of the project; a hang counts as a failure."""
     environment = os.environ | {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "0", *tests.split()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "0", *shlex.split(tests)]
     try:
         done = subprocess.run(
             command, cwd=copy, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -172,9 +173,8 @@ def report(todo: list[Fault], lived: list[Fault]) -> int:
     for title, group in (("lived", unseen), ("noticed, though its entry says it lives", surprising)):
         for fault in group:
             print(f"{title}: {fault}")
-    print(
-        f"{len(meant) - len(unseen)} of {len(meant)} faults noticed ({share:.1%}); {len(todo) - len(meant)} live by design"
-    )
+    seen, by_design = len(meant) - len(unseen), len(todo) - len(meant)
+    print(f"{seen} of {len(meant)} faults noticed ({share:.1%}); {by_design} live by design")
     return int(share < ENOUGH or bool(surprising))
 
 

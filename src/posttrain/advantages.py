@@ -1,6 +1,6 @@
 """From rewards to advantages and weights, on the host: small tensors and Python numbers.
 
-Shape suffixes: P prompts of the step, G samples of a prompt, N = P * G completions.
+Shape suffixes: P prompts of the step, G samples of a prompt, C = P * G completions.
 """
 
 from __future__ import annotations
@@ -82,20 +82,20 @@ def overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, cfg: OverlongCo
     return (-cfg.factor * excess.clamp(0, 1)).float()
 
 
-def token_weights(lengths_N: Sequence[int], aggregation: Aggregation, max_new_tokens: int) -> list[float]:
+def token_weights(lengths_C: Sequence[int], aggregation: Aggregation, max_new_tokens: int) -> list[float]:
     """Each document's weight of its completion tokens, such that the step's loss is sum over tokens of weight * loss.
 
-    `lengths_N` are the completion lengths of the global batch, over all ranks and micro-batches: the loss is then
+    `lengths_C` are the completion lengths of the global batch, over all ranks and micro-batches: the loss is then
     normalised exactly, however they are split. A document of length 0 does not count and weighs 0.
     """
-    tokens, documents = max(1, sum(lengths_N)), max(1, sum(length > 0 for length in lengths_N))
+    tokens, documents = max(1, sum(lengths_C)), max(1, sum(length > 0 for length in lengths_C))
     weight = {
         Aggregation.token_mean: lambda length: 1 / tokens,  # DAPO
         Aggregation.seq_mean_token_mean: lambda length: 1 / (documents * length),  # the GRPO paper
         Aggregation.seq_mean_token_sum: lambda length: 1 / documents,
         Aggregation.seq_mean_token_sum_norm: lambda length: 1 / (documents * max_new_tokens),  # Dr.GRPO
     }[aggregation]
-    return [weight(length) if length else 0.0 for length in lengths_N]
+    return [weight(length) if length else 0.0 for length in lengths_C]
 
 
 def _deviation(rewards_PG: torch.Tensor) -> torch.Tensor:

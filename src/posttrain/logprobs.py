@@ -8,7 +8,8 @@ No library has logprobs and entropies per token, with gradients. liger-kernel 0.
 weight's gradient in fp32. cut-cross-entropy 25.1.1: no entropy, no temperature, no import without triton. torch 2.13
 (F.linear_cross_entropy, reduction="none"): no entropy, no temperature, losses in bf16 of bf16 inputs, off by 0.06.
 
-Shape suffixes: B rows, T positions, K of them that predict, N = B K; V vocabulary, v a chunk of it; D hidden size.
+Shape suffixes: B rows, T positions, K of them that predict, N = B K; V vocabulary, v a chunk of it; D features,
+here the hidden size.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every function is pure, and takes what it needs from one micro-batch. docs/algorithms.md has the equations together.
 
-Shape suffixes: B rows of a micro-batch, K tokens of it that are predicted, D its documents, one completion each.
+Shape suffixes: B rows of a micro-batch, K tokens of it that are predicted, C its completions, one a document.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def over_completions(log_ratio_BK: torch.Tensor, level: Ratio, row: PackedRow) -
         return log_ratio_BK
     trained_BK = row.weights_BK > 0
     document_BK = row.document_BK.where(trained_BK, 0)
-    values_D = _sum_by_document(log_ratio_BK.where(trained_BK, 0.0), document_BK, row.documents)
+    values_C = _sum_by_document(log_ratio_BK.where(trained_BK, 0.0), document_BK, row.documents)
     if level is Ratio.sequence_mean:
-        values_D = values_D / _sum_by_document(trained_BK.to(values_D.dtype), document_BK, row.documents).clamp(min=1)
-    return values_D[document_BK].where(trained_BK, 0.0)
+        values_C = values_C / _sum_by_document(trained_BK.to(values_C.dtype), document_BK, row.documents).clamp(min=1)
+    return values_C[document_BK].where(trained_BK, 0.0)
 
 
 def clip(

@@ -69,7 +69,8 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """One query at a time, over the keys it sees. query [B,H,T,dk], key [B,G,S,dk], value [B,G,S,dv]; gives [B,T,H,dv].
+    """One query at a time, over the keys it sees. query [B, heads, T, dk], key [B, groups, keys, dk], value
+    [B, groups, keys, dv]; gives [B, T, heads, dv].
 
     Sinks and soft caps multiply no matrices and are left out.
     """
@@ -117,7 +118,10 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """S <- exp(g) S, S <- S + k (beta (v - k S)), o = q S. query, key [B,T,G,dk], value [B,T,H,dv], g [B,T,H(,dk)]."""
+    """S <- exp(g) S, S <- S + k (beta (v - k S)), o = q S.
+
+    query, key [B, T, groups, dk], value [B, T, heads, dv], g [B, T, heads(, dk)].
+    """
     heads = value.shape[2]
     query, key = (x.float().repeat_interleave(heads // x.shape[2], dim=2) for x in (query, key))
     if use_qk_l2norm_in_kernel:
@@ -148,7 +152,10 @@ def _state_space_scan(
     dt_limit: tuple[float, float] = (0, torch.inf),
     **kwargs: Any,
 ) -> Tensor | tuple[Tensor, None]:
-    """h <- exp(dt A) h + (dt x) B, y = h C + D x. x [B,T,H,P], dt [B,T,H], B, C [B,T,G,N]."""
+    """h <- exp(dt A) h + (dt x) B, y = h C + D x.
+
+    x [B, T, heads, width], dt [B, T, heads], B, C [B, T, groups, state].
+    """
     heads = x.shape[2]
     B, C = (y.float().repeat_interleave(heads // y.shape[2], dim=2) for y in (B, C))
     dt = dt if dt_bias is None else dt + dt_bias
@@ -176,7 +183,7 @@ def _selective_scan(
     delta_softplus: bool = False,
     **kwargs: Any,
 ) -> Tensor | tuple[Tensor, None]:
-    """The same for single channels. x, dt, z [B,d,T], A [d,N], B, C [B,N,T]; gives [B,d,T]."""
+    """The same for single channels. x, dt, z [B, D, T], A [D, state], B, C [B, state, T]; gives [B, D, T]."""
     dt = dt if delta_bias is None else dt + delta_bias[:, None]
     dt = (F.softplus(dt) if delta_softplus else dt).float()
     state = A.new_zeros(x.shape[0], x.shape[1], 1, A.shape[1])

@@ -27,6 +27,9 @@ from posttrain.flops import FlopsCounter, size
 from posttrain.metrics.peaks import peak_tflops
 from posttrain.records import Group, MiniBatch, Packed
 
+# Lengths of documents, and how many of their tokens are predicted.
+Work = tuple[list[int], int]
+
 
 class Meter:
     """Counts FLOPs between two calls of `metrics`. `reason` says why there is no MFU, None while there is."""
@@ -82,7 +85,7 @@ class Meter:
         trained = _work([batch.trained for batch in batches])
         watched = _work([batch.watched for batch in batches if batch.watched])
         for _ in range(logprobs):
-            self.record("logprobs", *trained)
+            self.record("logprobs", *_both(trained, watched))
         for _ in range(updates):
             self.record("update", *trained, training=True)
         for _ in range(updates if any(watched) else 0):
@@ -158,7 +161,11 @@ def make_meter(
     return Meter(conf, model, torch.device(device), dtype, world_size)
 
 
-def _work(packed: Sequence[Packed]) -> tuple[list[int], int]:
+def _both(one: Work, other: Work) -> Work:
+    return one[0] + other[0], one[1] + other[1]
+
+
+def _work(packed: Sequence[Packed]) -> Work:
     """Lengths of all documents, and how many of their tokens are predicted."""
     documents = [document for part in packed for document in part.documents]
     return [len(document) for document in documents], sum(document.rollout.trained_tokens for document in documents)

@@ -197,3 +197,20 @@ def test_an_activation_that_the_fused_convolution_lacks_takes_the_reference(modu
     assert_same(found, F.gelu(torch.cat(parts, -1)), 1e-6)
     with pytest.raises(AssertionError, match="silu alone"):
         function(x, weight, None, activation="silu", **boundaries((4, 5), "cpu"))
+
+
+def test_channels_are_last_where_the_fused_convolution_wants_them(module, monkeypatch):
+    """causal-conv1d takes document numbers with no other layout; the values are the same."""
+    seen = []
+
+    def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
+        seen.append(x)
+        return x
+
+    function = dispatch.dispatch(
+        "causal_conv1d_fn", bound_at_import(inspect.unwrap(module.causal_conv1d_fn), causal_conv1d_fn)
+    )
+    monkeypatch.setattr(dispatch, "FUSED_ON", {"cpu"})
+    x = torch.randn(1, 6, 9)
+    function(x, torch.randn(6, 4), None, activation="silu", **boundaries((4, 5), "cpu"))
+    assert x.stride(1) == 9 and seen[0].stride(1) == 1 and torch.equal(seen[0], x)

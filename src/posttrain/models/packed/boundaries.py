@@ -1,6 +1,6 @@
 """Where documents begin and end in a row, and how to take a row apart and put it together again.
 
-Shapes: B rows, T tokens, N documents, W taps of a convolution.
+Shapes: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BOUNDARIES = (
 def boundaries(lengths: Sequence[int], device: torch.device | str) -> dict[str, Tensor | int | tuple | bool]:
     """Keyword arguments of a model call on one row [1, T]: documents of `lengths` tokens, end to end.
 
-    position_ids int64 [1, T], from 0 in each document; cu_seq_lens_q and _k int32 [N + 1]; max_length_q and
+    position_ids int64 [1, T], from 0 in each document; cu_seq_lens_q and _k int32 [documents + 1]; max_length_q and
     _k; seq_idx int32 [1, T]; use_cache=False; document_lengths, so that no layer has to ask the device.
     Tail padding is a document of its own. Errors: ValueError for no documents, or one of no tokens.
     """
@@ -180,7 +180,7 @@ def edge_plan(lengths: tuple[int, ...], width: int, device: torch.device) -> Edg
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Cumulative lengths, int32 [N + 1]. Cached: flash-linear-attention keys its index cache on identity."""
+    """Cumulative lengths, int32 [documents + 1]. Cached: flash-linear-attention keys its index cache on identity."""
     return _on(device, torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32))
 
 

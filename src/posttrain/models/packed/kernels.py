@@ -6,7 +6,7 @@ upstream's.
 Resetting the decay at boundaries instead would need no regrouping, but its cumulative sums round: 2e-5 against
 4e-8 on the gradient of the delta rule.
 
-Shapes: B rows, T tokens, N documents, H heads, K and V head widths, D channels, W taps, G groups, S state width.
+Shapes: B rows, T tokens, D channels; sizes inside a layer are words.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def delta_rule(
 ) -> tuple[Tensor, None]:
     """`raw` (transformers' chunked gated delta rule, or Kimi delta attention) on each document of a row.
 
-    query, key [1, T, H, K]; value [1, T, HV, V]; g (log decay) [1, T, HV] or, Kimi, [1, T, HV, K]; beta [1, T, HV].
-    Returns [1, T, HV, V], None. Errors: ValueError for a recurrent state, which documents do not have in common.
+    query, key [1, T, heads, dk]; value [1, T, value heads, dv]; g (log decay) [1, T, value heads] or, Kimi,
+    [1, T, value heads, dk]; beta [1, T, value heads]. Returns [1, T, value heads, dv], None.
+    Errors: ValueError for a recurrent state, which documents do not have in common.
     """
     refuse_state(lengths, **kwargs)
 
@@ -65,7 +66,8 @@ def state_space_scan(
 ) -> Tensor:
     """`raw` (transformers' mamba2_chunk_scan) on each document of a row.
 
-    hidden_states [1, T, H, V]; dt [1, T, H]; A [H]; B, C [1, T, G, S]. Returns [1, T, H, V].
+    hidden_states [1, T, heads, dv]; dt [1, T, heads]; A [heads]; B, C [1, T, groups, state].
+    Returns [1, T, heads, dv].
     Errors: ValueError for a recurrent state.
     """
     refuse_state(lengths, kwargs.get("initial_states"), kwargs.get("return_final_states", False))
@@ -91,9 +93,9 @@ def causal_conv1d(
     activation: str | None,
     lengths: tuple[int, ...],
 ) -> Tensor:
-    """The causal depthwise convolution of each document of x [1, D, T] alone; weight [D, W], bias [D].
+    """The causal depthwise convolution of each document of x [1, D, T] alone; weight [D, taps], bias [D].
 
-    y[t] = activation(bias + sum over k < W of weight[W - 1 - k] x[t - k]), where t - k is in t's document.
+    y[t] = activation(bias + sum over k < taps of weight[taps - 1 - k] x[t - k]), where t - k is in t's document.
     """
     out = _Taps.apply(x, weight, bias, edge_plan(lengths, weight.shape[-1] - 1, x.device))
     return out if activation is None else ACT2FN[activation](out)
@@ -111,7 +113,7 @@ class _Taps(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.edges, ctx.has_bias = edges, bias is not None
         source = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-        # [D, W, 1], with the present token's tap first.
+        # [D, taps, 1], with the present token's tap first.
         taps = weight.to(source.dtype).flip(1)[..., None]
         out = source * taps[:, 0]
         for k in range(1, weight.shape[-1]):
