@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from posttrain.metrics import step as metrics
+from posttrain.records import Group, Problem
 
 
 def test_metrics_are_of_trained_tokens_and_taken_steps(monkeypatch):
@@ -46,8 +47,12 @@ def test_metrics_are_of_trained_tokens_and_taken_steps(monkeypatch):
 def test_metrics_of_rewards_leave_out_what_could_not_be_scored():
     nan = float("nan")
     rewards = [[1.0, 0.0, nan], [nan, nan, 0.5], [0.25, 0.25, 0.25]]
-    scores = [{"total": r, "correct": r, "format": 1.0} for row in rewards for r in row]
-    found = metrics.reward_metrics(torch.tensor(rewards), scores)
+    problem = Problem(task="arithmetic", index=0, prompt="", prompt_ids=(), answer="")
+    groups = [
+        Group(problem=problem, scores={"total": tuple(row), "correct": tuple(row), "format": (1.0,) * 3})
+        for row in rewards
+    ]
+    found = metrics.reward_metrics(groups, torch.tensor(rewards))
     known = [1.0, 0.0, 0.5, 0.25, 0.25, 0.25]
     assert found == pytest.approx(
         {
@@ -61,3 +66,23 @@ def test_metrics_of_rewards_leave_out_what_could_not_be_scored():
             "rewards/format/std": 0.0,
         }
     )
+
+
+def test_tokens_without_a_gradient_are_in_the_means_of_all_and_in_no_loss(monkeypatch):
+    """Looked-at tokens count in the plain names of a complete step, and never in trained/*, losses and norms."""
+    monkeypatch.setattr(metrics, "reduce_over_ranks", lambda values, op: {k: v.item() for k, v in values.items()})
+
+    def found(complete):
+        measured = metrics.UpdateMetrics(complete=complete, always=False)
+        for value, trained in ((1.0, True), (7.0, False)):
+            values = torch.full((1, 2), value)
+            row = SimpleNamespace(weights_BK=torch.ones(1, 2), sampled_logprobs_BK=values)
+            terms = dict(loss_BK=values, policy_BK=values, old_logprobs_BK=values, means={"entropy": values})
+            measured.add(row, SimpleNamespace(**terms), trained=trained)
+        measured.end(1.0)
+        return measured.over_ranks(sampler_known=True)
+
+    both, only = found(True), found(False)
+    assert (both["entropy"], both["trained/entropy"], both["loss"]) == (4.0, 1.0, 2.0)
+    assert "entropy" not in only and only["trained/entropy"] == 1.0
+    assert only == {name: value for name, value in both.items() if name in only}

@@ -5,7 +5,6 @@ import importlib.util
 
 import pytest
 import torch
-import transformers
 from packed_models import (
     CONFIGS,
     HYBRIDS,
@@ -22,6 +21,7 @@ from packing_cases import BEYOND_A_CHUNK, LENGTHS, MIXED, ROWS_IN_TURN, SHORT_IN
 from transformers import AutoModelForCausalLM, MambaConfig
 
 from posttrain.errors import UserError
+from posttrain.models import gdn_packing
 from posttrain.models.gdn_packing import boundaries, patch
 from posttrain.models.packed import dispatch
 
@@ -169,7 +169,8 @@ def test_a_model_that_cannot_be_packed_is_refused_by_name():
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.14.2", "6.0.0"])
 def test_other_versions_of_transformers_are_refused(monkeypatch, version):
-    monkeypatch.setattr(transformers, "__version__", version)
+    # transformers runs its own __init__ a second time while it imports itself, so there may be two modules of its name.
+    monkeypatch.setattr(gdn_packing.transformers, "__version__", version)
     with pytest.raises(UserError, match=rf"transformers {version} is installed.*>=5.15,<6"):
         patch(built("qwen3_5"))
 
