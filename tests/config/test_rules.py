@@ -63,6 +63,15 @@ def test_all_errors_at_once(compose, recipe):
     assert all(any(message in line for line in err.splitlines()) for message in wrong.values()), err
 
 
+EDGES = ["rollout.top_p=0", "algorithm.clip_low=0", "algorithm.kl.refresh_mix=0", "optim.max_grad_norm=0", "optim.lr=0"]
+
+
+@pytest.mark.parametrize("argument", EDGES)
+def test_the_value_at_the_open_end_of_a_range_is_refused(compose, argument):
+    status, _, err = compose(argument)
+    assert status == 2 and len(err.splitlines()) == 1 and argument.partition("=")[0] in err
+
+
 @pytest.mark.parametrize(
     "arguments, advice",
     [

@@ -86,3 +86,13 @@ def test_tokens_without_a_gradient_are_in_the_means_of_all_and_in_no_loss(monkey
     assert (both["entropy"], both["trained/entropy"], both["loss"]) == (4.0, 1.0, 2.0)
     assert "entropy" not in only and only["trained/entropy"] == 1.0
     assert only == {name: value for name, value in both.items() if name in only}
+
+
+def test_without_a_token_that_counts_there_is_no_mean(monkeypatch):
+    monkeypatch.setattr(metrics, "reduce_over_ranks", lambda values, op: {k: v.item() for k, v in values.items()})
+    measured, values = metrics.UpdateMetrics(complete=True, always=True), torch.ones(1, 2)
+    row = SimpleNamespace(weights_BK=torch.zeros(1, 2), sampled_logprobs_BK=values)
+    terms = dict(loss_BK=values, policy_BK=values, old_logprobs_BK=values, means={"entropy": values})
+    measured.add(row, SimpleNamespace(**terms))
+    measured.end(2.0)
+    assert measured.over_ranks(sampler_known=True) == {"loss": 0.0, "policy_loss": 0.0, "grad_norm": 2.0}

@@ -57,12 +57,12 @@ def peak_tflops(override: float | None, device: torch.device, dtype: torch.dtype
 
 
 def table_entry(name: str) -> str:
-    """The entry of a device's name, by whole words, the longest entry first.
+    """The entry of a device's name, by whole words. What stands beside the entry's words must be neutral.
 
     Raises LookupError for a name that is no entry's, or says more than an entry and neutral words.
     """
     words = re.findall(r"\w+", name.lower())
-    for entry in sorted(PEAK_TFLOPS, key=lambda entry: len(entry.split()), reverse=True):
+    for entry in PEAK_TFLOPS:
         wanted = entry.lower().split()
         neutral = next(some for start, some in NEUTRAL_WORDS.items() if entry.startswith(start))
         for start in range(len(words) - len(wanted) + 1):
