@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from posttrain.command import rank
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 RECIPE = """
 import sys
@@ -186,6 +188,20 @@ def srun(recipe: Path, *arguments: str, cwd: Path) -> list[tuple[int, str, str]]
     }
     tasks = [start(sys.executable, recipe, *arguments, cwd=cwd, SLURM_PROCID=n, SLURM_LOCALID=n, **slurm) for n in "01"]
     return [finish(task) for task in tasks]
+
+
+def test_jobs_of_slurm_on_one_node_meet_at_ports_of_their_own(monkeypatch):
+    slurm = {
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456",
+        "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    }  # fmt: skip
+    monkeypatch.setattr(os, "environ", dict(slurm))
+    assert rank.started_elsewhere()
+    made = {name: os.environ[name] for name in os.environ if name not in slurm}
+    assert made == {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node07",
+        "MASTER_PORT": str(20000 + 123456 % 20000),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

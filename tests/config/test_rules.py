@@ -72,6 +72,11 @@ def test_the_value_at_the_open_end_of_a_range_is_refused(compose, argument):
     assert status == 2 and len(err.splitlines()) == 1 and argument.partition("=")[0] in err
 
 
+def test_a_budget_that_padding_would_exceed_is_refused(compose):
+    status, _, err = compose("packing.tokens_per_row=100", "packing.pad_multiple=64")
+    assert status == 2 and "type packing.tokens_per_row=64" in err
+
+
 @pytest.mark.parametrize(
     "arguments, advice",
     [

@@ -200,3 +200,24 @@ def test_the_tokenizer_round_trips_any_text():
     for text in ["héllo 😀", "a\n\t b", "<|end|>", "日本語"]:
         assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
     assert TOKENIZER.pad_token_id != TOKENIZER.eos_token_id
+
+
+def test_gsm8k_and_a_file_of_ones_own_have_the_rewards_that_their_options_name(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    marked = score(gsm8k(path), "so it is 4", "#### 4")
+    assert (marked["correct"], marked["format"]) == (1.0, 0.0)  # right, but its last line is no `#### 4`
+    columns = dict(prompt_column="question", answer_column="answer")
+    kinds = {
+        kind: make_task(FileConf(name=TaskName.jsonl, path=str(path), answer_reward=kind, **columns), TOKENIZER)
+        for kind in AnswerReward
+    }
+    found = {kind: score(task, "so it is 4", "4") for kind, task in kinds.items()}
+    assert {kind: scores["correct"] for kind, scores in found.items()} == {"exact": 0.0, "numeric": 1.0}
+    assert all(scores["format"] == 1.0 for scores in found.values())
+
+
+def test_held_out_prompts_that_are_dropped_are_counted_too(tmp_path):
+    long = {"question": "x" * 300, "answer": "1"}
+    train, heldout = write(tmp_path / "train.jsonl", [*ROWS, long]), write(tmp_path / "heldout.jsonl", [long, *ROWS])
+    task = gsm8k(train, eval_path=str(heldout), max_prompt_tokens=200)
+    assert (len(task.train), len(task.heldout), task.dropped) == (10, 10, 2)

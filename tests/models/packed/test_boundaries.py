@@ -37,6 +37,7 @@ def test_boundaries_that_do_not_fill_the_row_are_refused():
             built("qwen3_5")(input_ids=tokens(10)[None], **kwargs)
     with pytest.raises(ValueError, match="use_cache=False"):
         built("qwen3_5")(input_ids=tokens(10)[None], **boundaries([4, 6], "cpu") | {"use_cache": True})
+    assert documents({"document_lengths": (10,)}, 1, 10) is None
     with pytest.raises(ValueError, match="must fill one row"):
         documents({"document_lengths": (4, 5)}, 1, 10)
     with pytest.raises(ValueError, match="start at 0"):
