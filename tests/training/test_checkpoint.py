@@ -37,6 +37,7 @@ def whole(request, tmp_path_factory):
     return directory, f"launch.nproc={request.param}"
 
 
+@pytest.mark.parametrize("whole", [2], indirect=True)
 def test_resume_from_a_path_into_a_new_directory(whole, tmp_path):
     directory, nproc = whole
     step = directory / "checkpoints" / "step_00000002"
@@ -77,6 +78,7 @@ def test_other_ranks_go_on_and_other_formats_are_refused(whole, tmp_path):
         assert process.returncode == 2 and f"Resume with {advice}." in process.stdout, process.stdout
 
 
+@pytest.mark.parametrize("whole", [1], indirect=True)
 def test_nothing_left_to_do(whole, tmp_path):
     directory, nproc = whole
     before = (directory / "summary.json").read_text(), (directory / "metrics.jsonl").read_text()
