@@ -187,8 +187,8 @@ def compare(groups: list[Group], policy: Policy, cfg: GRPOConf) -> list[list[Doc
         weights = token_weights(counted, cfg.algorithm.aggregation, room)
         rollouts = [r for group in groups[share] for r in group.rollouts]
         documents = []
-        for n, (r, a, w) in enumerate(zip(rollouts, scales, weights, strict=True)):
-            documents.append(Document(rollout=r, advantage=a, weight=w, index=n))
+        for i, (r, a, w) in enumerate(zip(rollouts, scales, weights, strict=True)):
+            documents.append(Document(rollout=r, advantage=a, weight=w, index=i))
         mini_batches.append(documents)
     return mini_batches
 

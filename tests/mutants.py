@@ -136,6 +136,9 @@ def main() -> int:
         print("\n".join(wrong), file=sys.stderr)
         return 2
     todo = chosen(args.words, args.lived)
+    if not todo:
+        print("no fault is chosen by these words", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(WORKERS) as pool:
         free = copies(folder)
 

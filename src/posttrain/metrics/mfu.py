@@ -55,7 +55,7 @@ class Meter:
     def record(self, phase: str, lengths: Sequence[int], logits: int, training: bool = False) -> None:
         """Bill `phase` for documents of these lengths and for LM head positions, both over all ranks.
 
-        `training` is for the phase "update"; every other is a pass without gradients ("old_logprobs", ...).
+        `training` is for the phase "update"; every other is a pass without gradients ("logprobs", "metrics").
         """
         if not self.counter:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 
 import torch
@@ -38,4 +39,6 @@ def evaluate(policy: Policy, task: Task, cfg: JobConf) -> dict[str, float]:
     table = torch.tensor([list(score.values()) for score in scores], dtype=torch.float64)
     means = dict(zip(scores[0], table.nanmean(0).tolist(), strict=True))
     named = {f"eval/rewards/{name}": value for name, value in means.items() if name != "total"}
-    return {"eval/reward": means["total"], **named, "eval/prompts": len(scores)}
+    found = {"eval/reward": means["total"], **named, "eval/prompts": len(scores)}
+    # Where nothing could be scored there is no mean.
+    return {name: value for name, value in found.items() if not math.isnan(value)}
