@@ -1,4 +1,4 @@
-"""From the cost of a token, a logit and a pair to that of documents and rollouts."""
+"""From the cost of a token, a logit and a pair to the cost of documents and rollouts."""
 
 import pytest
 from flop_cases import build

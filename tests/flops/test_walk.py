@@ -73,7 +73,7 @@ def test_vision_tower_is_not_billed_to_text(family):
 
 @pytest.fixture
 def four_ranks():
-    """A process group of four ranks, of which three are imaginary: enough to shard, not to communicate."""
+    """A process group of four ranks, three of them imaginary: enough to shard, not to communicate."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", rank=1, world_size=4, store=FakeStore())

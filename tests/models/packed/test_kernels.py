@@ -167,7 +167,7 @@ def test_reference_delta_rule_equals_the_recurrence(module, lengths):
 
 
 def test_reference_delta_rule_in_bf16(module):
-    """The state is fp32 inside: the error is that of rounding inputs and output, not of 65 rounded steps."""
+    """The state is fp32 inside: the error comes from rounding inputs and output, not of 65 rounded steps."""
     q, k, v, g, beta = inputs = delta_rule_inputs(sum(MIXED), torch.bfloat16)
     rule = module.torch_chunk_gated_delta_rule
     out, _ = rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, document_lengths=MIXED)

@@ -1,1 +1,1 @@
-"""Tables of what holds for every causal language model of transformers, on tiny models of each: packing, FLOPs."""
+"""Tables over every causal language model of transformers, on tiny models of each: packing, FLOPs."""
