@@ -16,6 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from posttrain.config import EvaluateConf, LoggerConf, LoggerName
+from posttrain.errors import UserError
 from posttrain.rollout.evaluation import evaluate
 from posttrain.tasks import make_task
 from posttrain.tracking.tracker import Tracker
@@ -25,6 +26,8 @@ from posttrain.training.policy import prepare
 def train(cfg: EvaluateConf, run_dir: Path) -> None:
     policy = prepare(cfg)
     task = make_task(cfg.task, policy.tokenizer)
+    if not task.heldout:
+        raise UserError(f"task={cfg.task.name} has no held-out problem to evaluate on")
     logger, main_rank = LoggerConf(name=LoggerName.none), dist.get_rank() == 0
     values = dataclasses.asdict(cfg)
     with Tracker(run_dir, logger, main_rank, values, total_steps=0) as tracker:

@@ -87,16 +87,22 @@ def command(recipe: str, *overrides: str, timeout: float = 240, **environment: s
     )
 
 
+def typed(directory: Path, *overrides: str) -> Run:
+    """recipes/grpo.py small, from the command line."""
+    process = command("grpo", *SMALL, f"hydra.run.dir={directory}", *overrides)
+    return Run(directory, process.returncode, process.stdout)
+
+
 @pytest.fixture(scope="session")
 def grpo(tmp_path_factory):
-    """Run recipes/grpo.py small, with overrides; the same overrides run once a session."""
+    """recipes/grpo.py small, without its command line; the same overrides run once a session."""
+    from jobs import run_jobs
+
     done: dict[tuple[str, ...], Run] = {}
 
     def run(*overrides: str) -> Run:
         if overrides not in done:
-            directory = tmp_path_factory.mktemp("run") / "run"
-            process = command("grpo", *SMALL, f"hydra.run.dir={directory}", *overrides)
-            done[overrides] = Run(directory, process.returncode, process.stdout)
+            (done[overrides],) = run_jobs(tmp_path_factory.mktemp("run") / "jobs", overrides)
         return done[overrides]
 
     return run

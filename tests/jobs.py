@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +18,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from conftest import ROOT, SMALL, Run
+from ranks import on_ranks
 
 from posttrain.config import SamplerName
 from posttrain.records import Rollout
@@ -36,25 +34,8 @@ def run_jobs(directory: Path, *jobs: Sequence[str], nproc: int = 1, fault: str =
         (directory / str(number)).mkdir(parents=True)
         order.append({"recipe": recipe, "values": values(recipe, [*base, *overrides]), "fault": fault})
         order[-1]["run_dir"] = str(directory / str(number))
-    (directory / "jobs.json").write_text(json.dumps(order))
-    shared = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "CUDA_VISIBLE_DEVICES": ""}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(directory / "jobs.json")],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(nproc)
-    ]
-    try:
-        outputs = [process.communicate(timeout=280)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    status = max(process.returncode for process in ranks)
-    return [Run(directory / str(number), status, "\n".join(outputs)) for number in range(len(jobs))]
+    status, output = on_ranks(nproc, do, order)
+    return [Run(directory / str(number), status, output) for number in range(len(jobs))]
 
 
 def values(recipe: str, overrides: Sequence[str]) -> dict:
@@ -260,17 +241,15 @@ def told_sampler(recipe: ModuleType) -> None:
     SAMPLERS[SamplerName.local] = Told
 
 
-def main(order: Path) -> None:
+def do(order: list[dict]) -> None:
+    """On each rank: the jobs one after the other."""
     from accelerate.state import AcceleratorState
 
     from posttrain.command import rank
     from posttrain.config.rules import problems
     from posttrain.config.validation import typed
 
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(order.with_name("store")), int(os.environ["WORLD_SIZE"]))  # no port to race for
-    rank.start_process_group(120, store)
-    for job in json.loads(order.read_text()):
+    for job in order:
         recipe = rank._import(ROOT / "recipes" / f"{job['recipe']}.py")
         cfg = typed(job["recipe"], job["values"])
         assert not problems(cfg, dist.get_world_size()), problems(cfg, dist.get_world_size())
@@ -278,8 +257,3 @@ def main(order: Path) -> None:
             globals()[job["fault"]](recipe)
         recipe.train(cfg, Path(job["run_dir"]))
         AcceleratorState._reset_state(reset_partial_state=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

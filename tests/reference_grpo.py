@@ -8,7 +8,8 @@ import statistics
 
 import torch
 
-from posttrain.config import Architecture, ArithmeticConf, ModelConf, RolloutConf, TaskName
+from posttrain.config import Architecture, ModelConf, RolloutConf
+from posttrain.config.task import ArithmeticConf, TaskName
 from posttrain.models import gdn_packing
 from posttrain.models.loading import end_token_ids, load
 from posttrain.rollout.local import generate

@@ -1,13 +1,12 @@
 """Logprobs and entropies through chunks of the vocabulary: against all logits at once, in plain torch."""
 
 import dataclasses
-import subprocess
-import sys
 
+import logprob_ranks
 import pytest
 import torch
-from conftest import ROOT
 from logprob_cases import assert_close, gradients_of, row_of, small
+from ranks import on_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -181,8 +180,5 @@ def test_autocast_as_the_models_own_head(model_type, monkeypatch):
 
 def test_two_ranks():
     """FSDP2 and DDP, tied and not, capped and scaled: the numbers of full logits, and of one process."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    process = subprocess.run(
-        [*launcher, str(ROOT / "tests" / "logprob_ranks.py")], cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
-    assert process.returncode == 0 and process.stdout.count("checked") == 2, process.stdout + process.stderr
+    ended = on_ranks(2, logprob_ranks.check)
+    assert ended.status == 0 and ended.output.count("checked") == 2, ended.output

@@ -94,6 +94,13 @@ def test_no_commit_is_one_line_and_exit_status_2(capsys):
     assert capsys.readouterr().err == "no-such-commit: there is no such commit\n"
 
 
+def test_an_exception_for_everything_compares_nothing(monkeypatch, capsys):
+    commit = in_git("rev-parse", "HEAD")
+    monkeypatch.setattr(same, "run", lambda tree, configuration: BASE)
+    assert same.main([commit, "--except", "*"]) == 2
+    assert capsys.readouterr().err == "--except * leaves nothing to compare\n"
+
+
 @pytest.mark.parametrize("loss, status", [(0.1, 0), (0.2, 1)])
 def test_against_a_commit(monkeypatch, capsys, loss, status):
     """The runs are stood in for: one each of the commit's tree and of this one. The worktree is gone afterwards."""

@@ -107,6 +107,7 @@ class Run:
     @property
     def measures_all(self) -> bool:
         """Do this step's token metrics cover the tokens without a gradient too?"""
+        assert isinstance(self.cfg, GRPOConf)
         every = self.cfg.metrics.full_every
         return every > 0 and self.step % every == 0
 

@@ -9,8 +9,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from posttrain.command import cli
-from posttrain.config import MISSING, RECIPES, TASKS, GRPOConf, OptimConf
+from posttrain.config import RECIPES, GRPOConf, OptimConf
 from posttrain.config.meanings import rows
+from posttrain.config.task import MISSING, TASKS
 from posttrain.config.validation import every_key
 
 COMPLETE = ("experiment", "sweep")  # settings that are to be read alone

@@ -51,7 +51,14 @@ WRONG = {
 }
 
 
-OF_GRPO_ONLY = ("algorithm.", "rollout.group_size", "rollout.temperature", "rollout.max_staleness", "prompts_per_step")
+OF_GRPO_ONLY = (
+    "algorithm.",
+    "metrics.full_every",
+    "rollout.group_size",
+    "rollout.temperature",
+    "rollout.max_staleness",
+    "prompts_per_step",
+)
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "sft"])

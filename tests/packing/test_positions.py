@@ -7,11 +7,13 @@ import statistics
 
 import pytest
 import torch
-from conftest import command
+from conftest import typed
+from jobs import run_jobs
 from packing_cases import conf
 
-from posttrain.config import Architecture, ArithmeticConf, GRPOConf, ModelConf, RolloutConf, TaskName
+from posttrain.config import Architecture, GRPOConf, ModelConf, RolloutConf
 from posttrain.config.rules import problems
+from posttrain.config.task import ArithmeticConf, TaskName
 from posttrain.errors import UserError
 from posttrain.models import gdn_packing
 from posttrain.models.loading import end_token_ids, load
@@ -68,13 +70,11 @@ def test_documents_beyond_the_positions_do_not_count_in_supervised_steps(shallow
         lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in shown]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     path = shallow(16)
-    process = command(
-        "sft", f"model.path={path}", "task=jsonl", f"task.path={tmp_path}/train.jsonl",
-        f"task.eval_path={tmp_path}/heldout.jsonl", "steps=1", "batch_size=5", "evaluation.prompts=0",
-        f"hydra.run.dir={tmp_path / 'run'}",
-    )  # fmt: skip
-    assert process.returncode == 0, process.stdout
-    record, *_ = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    files = ["task=jsonl", f"task.path={tmp_path}/train.jsonl", f"task.eval_path={tmp_path}/heldout.jsonl"]
+    options = [f"model.path={path}", *files, "steps=1", "batch_size=5", "evaluation.prompts=0"]
+    (run,) = run_jobs(tmp_path / "jobs", options, recipe="sft")
+    assert run.returncode == 0, run.output
+    (record,) = run.training
 
     model, tokenizer = load(ModelConf(architecture=Architecture.qwen3_5_dense))
     losses, tokens = [], 0
@@ -129,7 +129,7 @@ def test_samples_beyond_the_positions_are_refused(grpo, shallow):
     assert first["loss"] == pytest.approx(total / kept.count(True), abs=1e-5) and abs(total) > 0.1
 
 
-def test_a_model_without_room_for_any_sample_is_refused_at_start(grpo, shallow):
-    run = grpo(f"model.path={shallow(10)}", "task.max_new_tokens=10")
+def test_a_model_without_room_for_any_sample_is_refused_at_start(tmp_path, shallow):
+    run = typed(tmp_path / "run", f"model.path={shallow(10)}", "task.max_new_tokens=10")
     assert run.returncode == 2, run.output
     assert "rollout.max_new_tokens=10" in run.output and "Traceback" not in run.output

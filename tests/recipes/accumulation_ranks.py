@@ -1,11 +1,10 @@
 """On real ranks, in fp64: the gradient of one `update` of recipes/grpo.py for the same documents, split differently.
 
-Started by test_algorithms.py with torch.distributed.run; rank 0 writes {name: gradients} to the file it is given.
+test_algorithms.py runs `write_gradients` on ranks; rank 0 writes {name: gradients} to the file that it is given.
 """
 
 import dataclasses
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -94,9 +93,7 @@ def make_policy() -> Policy:
     )
 
 
-def main(out: str) -> None:
-    rank.start_process_group(60)
-    torch.set_num_threads(1)
+def write_gradients(out: str) -> None:
     world, me = dist.get_world_size(), dist.get_rank()
     assert world == int(os.environ["WORLD_SIZE"])
     recipe, policy, found = rank._import(ROOT / "recipes" / "grpo.py"), make_policy(), {}
@@ -127,8 +124,3 @@ def main(out: str) -> None:
     if me == 0:
         torch.save(found, out)
     dist.barrier()
-    rank._leave(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

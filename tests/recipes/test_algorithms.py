@@ -2,16 +2,15 @@
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from accumulation_ranks import write_gradients
 from jobs import run_jobs
+from ranks import on_ranks
 from reference_grpo import TOKEN_LOSS, assert_equals, reference
 
-from posttrain.config import ArithmeticConf, TaskName
+from posttrain.config.task import ArithmeticConf, TaskName
 from posttrain.models.tiny import tiny_tokenizer
 from posttrain.tasks import batch, make_task
 
@@ -197,14 +196,8 @@ def gradients(tmp_path_factory):
     found = {}
     for world in (1, 2, 4):
         out = tmp_path_factory.mktemp("accumulation") / "gradients.pt"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-        process = subprocess.run(
-            [*launcher, str(Path(__file__).with_name("accumulation_ranks.py")), str(out)],
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert process.returncode == 0, process.stdout + process.stderr
+        ended = on_ranks(world, write_gradients, out)
+        assert ended.status == 0, ended.output
         found[world] = torch.load(out)
     return found
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from conftest import typed
 from jobs import run_jobs
 from reference_grpo import assert_equals, reference
 from safetensors.torch import load_file
@@ -51,9 +52,9 @@ def test_dr_grpo_and_a_tight_gradient_clip(grpo):
     assert_equals(run, reference(variant="dr_grpo", max_norm=0.01))
 
 
-def test_two_ranks(grpo):
+def test_two_ranks(tmp_path):
     """Three prompts: not divisible by the ranks. The other strategies are compared on four ranks."""
-    run = grpo("launch.nproc=2", "prompts_per_step=3", "packing.tokens_per_row=64")
+    run = typed(tmp_path / "run", "launch.nproc=2", "prompts_per_step=3", "packing.tokens_per_row=64")
     assert_equals(run, reference(prompts=3))
     assert run.summary["world_size"] == 2 and run.summary["sharding"] == "full_shard"
 
@@ -113,8 +114,8 @@ def test_nothing_to_learn_is_a_step_like_any_other(grpo):
     assert not {"entropy", "perf/mfu_metrics", "clip_ratio/region_mean"} & set(second)  # not a full step
 
 
-def test_records_carry_the_names_of_the_field(grpo):
-    run = grpo("model=qwen3_5_dense", "packing=thd", "packing.tokens_per_row=64")
+def test_records_carry_the_names_of_the_field(tmp_path):
+    run = typed(tmp_path / "run", "model=qwen3_5_dense", "packing=thd", "packing.tokens_per_row=64")
     names = set(run.training[0])
     assert names >= {
         "step", "loss", "reward", "reward_std", "frac_reward_zero_std", "grad_norm", "learning_rate", "entropy",

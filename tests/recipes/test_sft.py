@@ -6,9 +6,12 @@ import re
 import pytest
 import torch
 from conftest import command
-from jobs import run_jobs
+from jobs import run_jobs, values
 
-from posttrain.config import Architecture, ArithmeticConf, ModelConf, TaskName
+from posttrain.config import Architecture, ModelConf
+from posttrain.config.rules import problems
+from posttrain.config.task import ArithmeticConf, TaskName
+from posttrain.config.validation import typed
 from posttrain.models import gdn_packing
 from posttrain.models.loading import load
 from posttrain.tasks import batch, make_task
@@ -128,6 +131,12 @@ def test_fine_tuning_skips_too(tmp_path):
     assert run.returncode == 0, run.output
     assert [record.get("skipped_updates", 0) for record in run.records] == [0, 1, 0]
     assert ["loss" in record for record in run.records] == [True, False, True] and run.summary["skipped_updates"] == 1
+
+
+def test_a_score_to_stop_at_needs_evaluations_to_be_compared_with():
+    for options, told in ((["stop_at=0.4"], True), (["stop_at=0.4", "evaluation.every=2"], False)):
+        (message,) = problems(typed("sft", values("sft", options)), 1) or [""]
+        assert ("type evaluation.every=10 as well" in message) is told
 
 
 def test_supervised_steps_lower_the_loss_and_stop_early(tmp_path):

@@ -7,15 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from posttrain import packing
-from posttrain.config import (
-    Architecture,
-    ArithmeticConf,
-    ModelConf,
-    PackingConf,
-    PackingMode,
-    RolloutConf,
-    TaskName,
-)
+from posttrain.config import Architecture, ModelConf, PackingConf, PackingMode, RolloutConf
+from posttrain.config.task import ArithmeticConf, TaskName
 from posttrain.models import gdn_packing
 from posttrain.models.loading import end_token_ids, load
 from posttrain.models.tiny import EMBEDDED, tiny_config

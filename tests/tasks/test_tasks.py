@@ -6,7 +6,7 @@ import math
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from posttrain.config import AnswerReward, ArithmeticConf, FileConf, TaskName
+from posttrain.config.task import AnswerReward, ArithmeticConf, FileConf, TaskName
 from posttrain.errors import UserError
 from posttrain.models.tiny import tiny_tokenizer
 from posttrain.records import Problem, Rollout

@@ -1,15 +1,11 @@
-"""What test_reference.py asserts on real ranks: reference_ranks.py <folder> 2:full_shard-fp32,no_shard-bf16 ...
+"""What test_reference.py asserts on real ranks.
 
 For each strategy and dtype a policy is trained twice, without a reference and with one that is put in place again and
-again. Two ranks leave checkpoints in <folder>, from which one and four ranks resume. The ranks are forked from one
-process that has imported everything and has no threads, which is most of their time.
+again. Two ranks leave checkpoints in a folder, from which one and four ranks resume.
 """
 
 import copy
-import multiprocessing
 import os
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,7 +13,6 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from posttrain.command.rank import start_process_group
 from posttrain.config import Architecture, FSDPConf, ModelConf, OptimConf, Strategy
 from posttrain.config.algorithm import KLConf, ReferenceDevice
 from posttrain.models.loading import load
@@ -238,32 +233,9 @@ def fails_inside(reference, model, run, error):
     raise AssertionError("the exception is lost")
 
 
-def rank_of(world, rank, folder, cases):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": str(world), "WORLD_SIZE": str(world)}
-    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank)}
-    start_process_group(60, dist.FileStore(f"{folder}/{world}_ranks", world))
-    assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
+def check_all(folder, cases):
     for n, case in enumerate(cases):
         strategy, dtype = case.split("-")
         check(Strategy(strategy), DTYPES[dtype], list(ReferenceDevice)[n % 2], folder)
     dist.barrier()
-    print(f"checked {','.join(cases)} on rank {rank} of {world}", flush=True)
-    os._exit(0)
-
-
-def main(folder, *starts):
-    torch.set_num_threads(1)
-    for start in starts:
-        world, cases = start.split(":")
-        fork = multiprocessing.get_context("fork").Process
-        ranks = [fork(target=rank_of, args=(int(world), n, Path(folder), cases.split(","))) for n in range(int(world))]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if any(rank.exitcode for rank in ranks):
-            sys.exit(f"failed: {start}")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(f"checked {','.join(cases)} on rank {dist.get_rank()} of {dist.get_world_size()}")

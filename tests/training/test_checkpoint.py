@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import SMALL, command
-from jobs import values
+from jobs import run_jobs, values
 from transformers import AutoModelForCausalLM
 
 from posttrain.config.validation import typed
@@ -39,12 +39,12 @@ def whole(request, tmp_path_factory):
 
 @pytest.mark.parametrize("whole", [2], indirect=True)
 def test_resume_from_a_path_into_a_new_directory(whole, tmp_path):
-    directory, nproc = whole
+    directory, _ = whole
     step = directory / "checkpoints" / "step_00000002"
-    process = command("grpo", *RUN, nproc, f"resume={step}", f"hydra.run.dir={tmp_path / 'run'}")
-    assert process.returncode == 0, process.stdout
-    assert records(tmp_path / "run") == records(directory)[2:]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["resumed_from"] == str(step)
+    (run,) = run_jobs(tmp_path / "jobs", [*RUN, f"resume={step}"], nproc=2)
+    assert run.returncode == 0, run.output
+    assert records(run.directory) == records(directory)[2:]
+    assert run.summary["resumed_from"] == str(step)
 
 
 def test_resume_auto_continues_in_the_same_directory(whole, tmp_path):
@@ -72,10 +72,8 @@ def test_other_ranks_go_on_and_other_formats_are_refused(whole, tmp_path):
     if other == "launch.nproc=1":
         return
     for wrong, advice in (("fsdp=no_shard", "fsdp=full_shard"), ("model=qwen3_dense", "its model")):
-        process = command(
-            "grpo", *RUN, wrong, f"resume={directory}", "steps=5", f"hydra.run.dir={tmp_path / 'refused' / wrong[:4]}"
-        )
-        assert process.returncode == 2 and f"Resume with {advice}." in process.stdout, process.stdout
+        (run,) = run_jobs(tmp_path / wrong[:4], [*RUN, wrong, f"resume={directory}", "steps=5"])
+        assert run.returncode and f"Resume with {advice}." in run.output, run.output
 
 
 @pytest.mark.parametrize("whole", [1], indirect=True)
@@ -85,15 +83,15 @@ def test_nothing_left_to_do(whole, tmp_path):
     process = command("grpo", *RUN, nproc, "resume=auto", f"hydra.run.dir={directory}")
     assert process.returncode == 0 and "nothing left to do" in process.stdout, process.stdout
     assert before == ((directory / "summary.json").read_text(), (directory / "metrics.jsonl").read_text())
-    process = command("grpo", *RUN, nproc, f"resume={directory}", "steps=3", f"hydra.run.dir={tmp_path / 'run'}")
-    assert process.returncode == 2 and "raise steps" in process.stdout, process.stdout
+    (run,) = run_jobs(tmp_path / "jobs", [*RUN, f"resume={directory}", "steps=3"])
+    assert run.returncode and "raise steps" in run.output, run.output
 
 
 def test_only_the_newest_are_kept_and_the_export_loads_and_evaluates(tmp_path):
-    directory = tmp_path / "run"
     options = ["checkpoint.every=1", "checkpoint.keep=1", "checkpoint.export=true", "evaluation.every=1"]
-    process = command("grpo", *SMALL, *options, "evaluation.prompts=16", f"hydra.run.dir={directory}")
-    assert process.returncode == 0, process.stdout
+    (run,) = run_jobs(tmp_path / "run", [*options, "evaluation.prompts=16"])
+    assert run.returncode == 0, run.output
+    directory = run.directory
     assert [path.name for path in checkpoint.complete(directory)] == ["step_00000002"]
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     kinds = [(line["step"], next(k for k in ("loss", "eval/reward", "time/checkpoint") if k in line)) for line in lines]
@@ -101,15 +99,10 @@ def test_only_the_newest_are_kept_and_the_export_loads_and_evaluates(tmp_path):
     assert kinds == [(1, kind) for kind in each] + [(2, "loss"), (2, "time/checkpoint"), (2, "eval/reward")]
     trained = json.loads((directory / "summary.json").read_text())["evaluation"]
     assert json.loads((directory / "model" / "config.json").read_text())["dtype"] == "bfloat16"  # as the weights came
-    process = command(
-        "evaluate",
-        f"model.path={directory}/model",
-        "model.dtype=bf16",
-        "evaluation.prompts=16",
-        f"hydra.run.dir={tmp_path / 'evaluation'}",
-    )
-    assert process.returncode == 0, process.stdout
-    found = json.loads((tmp_path / "evaluation" / "summary.json").read_text())["evaluation"]
+    exported = [f"model.path={directory}/model", "model.dtype=bf16", "evaluation.prompts=16"]
+    (evaluated,) = run_jobs(tmp_path / "evaluation", exported, recipe="evaluate")
+    assert evaluated.returncode == 0, evaluated.output
+    found = evaluated.summary["evaluation"]
     assert found["eval/rewards/correct"] == pytest.approx(trained["eval/rewards/correct"], abs=0.13)  # bf16: two of 16
 
 

@@ -1,12 +1,11 @@
 """The reference policy that shares the policy's modules, against models of their own; on ranks: reference_ranks.py."""
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from ranks import on_ranks
+from reference_ranks import check_all
 from torch import nn
 
 from posttrain.config import Architecture, ModelConf, Strategy
@@ -128,35 +127,24 @@ def test_misuse_is_an_error(policy):
         loss.backward()
 
 
-def on_ranks(folder, starts):
+def check_on_ranks(folder, starts):
     """{number of ranks: cases}"""
-    process = subprocess.run(
-        [
-            sys.executable,
-            str(Path(__file__).with_name("reference_ranks.py")),
-            str(folder),
-            *[f"{world}:{','.join(cases)}" for world, cases in starts.items()],
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-    )
-    assert process.returncode == 0, process.stdout
     for world, cases in starts.items():
+        ended = on_ranks(world, check_all, folder, cases)
+        assert ended.status == 0, ended.output
         for rank in range(world):
-            assert f"checked {','.join(cases)} on rank {rank} of {world}" in process.stdout
-    resumed = sum("shard_grad_op" not in case for cases in starts.values() for case in cases)
-    assert process.stdout.count("algorithm.kl.coefficient=0, so the reference policy in") == resumed
+            assert f"checked {','.join(cases)} on rank {rank} of {world}" in ended.output
+        resumed = sum("shard_grad_op" not in case for case in cases)
+        assert ended.output.count("algorithm.kl.coefficient=0, so the reference policy in") == resumed
 
 
 def test_on_two_four_and_one_rank(tmp_path):
     two = ["full_shard-fp32", "shard_grad_op-bf16", "no_shard-bf16"]
-    on_ranks(tmp_path, {2: two, 4: ["hybrid_shard-fp32"], 1: ["full_shard-bf16"]})
+    check_on_ranks(tmp_path, {2: two, 4: ["hybrid_shard-fp32"], 1: ["full_shard-bf16"]})
 
 
 @pytest.mark.slow
 def test_every_strategy_and_dtype_on_every_number_of_ranks(tmp_path):
     every = [f"{strategy}-{dtype}" for strategy in Strategy for dtype in ("fp32", "bf16")]
     fewer = [case for case in every if "hybrid_shard" not in case]
-    on_ranks(tmp_path, {2: fewer, 4: every, 1: fewer})
+    check_on_ranks(tmp_path, {2: fewer, 4: every, 1: fewer})

@@ -24,9 +24,10 @@ from posttrain.command import launch, rank
 from posttrain.command.explain import complain, help_text
 from posttrain.command.renamed import renamed
 from posttrain.command.run_directory import claim
-from posttrain.config import RECIPES, TASKS, JobConf
+from posttrain.config import RECIPES, JobConf
 from posttrain.config.algorithm_rules import idle
 from posttrain.config.rules import problems
+from posttrain.config.task import TASKS
 from posttrain.config.validation import plain, typed
 from posttrain.errors import UserError
 

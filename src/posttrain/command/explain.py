@@ -13,8 +13,9 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from posttrain.config import RECIPES, TASKS
+from posttrain.config import RECIPES
 from posttrain.config.meanings import rows
+from posttrain.config.task import TASKS
 from posttrain.config.validation import RENAMED, did_you_mean, every_key, no_such_key, plain
 from posttrain.errors import UserError
 

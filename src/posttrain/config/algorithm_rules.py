@@ -86,8 +86,8 @@ def algorithm_rules(cfg: GRPOConf) -> list[tuple[bool, str]]:
         ),
         (
             not (kl.unbiased and kl.estimator is KLEstimator.k2),
-            "algorithm.kl.unbiased=true: the gradient of k2 is that of the KL divergence without it: type "
-            "algorithm.kl.unbiased=false or algorithm.kl.estimator=k3",
+            "algorithm.kl.unbiased=true: without it the gradient of k2 is already the gradient of KL: "
+            "type algorithm.kl.unbiased=false or algorithm.kl.estimator=k3",
         ),
         least("algorithm.kl.refresh_every", kl.refresh_every, 0),
         (

@@ -10,7 +10,7 @@ import re
 import sys
 from typing import Any, get_type_hints
 
-from posttrain.config import MISSING
+from posttrain.config.task import MISSING
 
 
 def rows(schema: type, prefix: str = "") -> list[tuple[str, str, str]]:

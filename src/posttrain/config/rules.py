@@ -7,19 +7,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.config import (
-    Architecture,
-    ArithmeticConf,
-    FileConf,
-    GRPOConf,
-    JobConf,
-    SFTConf,
-    Strategy,
-    TrainingConf,
-    hybrid_shard_size,
-)
+from posttrain.config import Architecture, GRPOConf, JobConf, SFTConf, Strategy, TrainingConf, hybrid_shard_size
 from posttrain.config.algorithm import Baseline
 from posttrain.config.algorithm_rules import algorithm_rules, least, surrogate_rules
+from posttrain.config.task import ArithmeticConf, FileConf
 
 
 def problems(cfg: JobConf, world: int) -> list[str]:
@@ -95,9 +86,8 @@ def _training(cfg: TrainingConf, world: int) -> list[tuple[bool, str]]:
         least("checkpoint.every", cfg.checkpoint.every, 0),
         least("checkpoint.keep", cfg.checkpoint.keep, 0),
         (peak is None or peak > 0, f"metrics.peak_tflops={peak}: must be above 0, or null"),
-        least("metrics.full_every", cfg.metrics.full_every, 0),
         _hybrid(cfg, world),
-        *([least("batch_size", cfg.batch_size, 1)] if isinstance(cfg, SFTConf) else []),
+        *(_sft(cfg) if isinstance(cfg, SFTConf) else []),
     ]
 
 
@@ -124,6 +114,18 @@ def _grpo(cfg: GRPOConf) -> list[tuple[bool, str]]:
             f"prompts_per_step={cfg.prompts_per_step}",
         ),
         least("rollout.max_staleness", cfg.rollout.max_staleness, 0),
+        least("metrics.full_every", cfg.metrics.full_every, 0),
+    ]
+
+
+def _sft(cfg: SFTConf) -> list[tuple[bool, str]]:
+    return [
+        least("batch_size", cfg.batch_size, 1),
+        (
+            cfg.stop_at is None or (cfg.evaluation.every > 0 and cfg.evaluation.prompts > 0),
+            f"stop_at={cfg.stop_at} is compared with each evaluation: type evaluation.every=10 as well, and at least "
+            "evaluation.prompts=1",
+        ),
     ]
 
 

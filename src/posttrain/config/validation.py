@@ -10,7 +10,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from posttrain.config import RECIPES, TASKS, JobConf
+from posttrain.config import RECIPES, JobConf
+from posttrain.config.task import TASKS
 from posttrain.errors import UserError
 
 OF_OTHER_TRAINERS = {  # what is meant here: the names it has there

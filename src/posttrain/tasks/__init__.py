@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config import TaskConf
+from posttrain.config.task import TaskConf
 from posttrain.errors import UserError
 from posttrain.tasks.arithmetic import arithmetic
 from posttrain.tasks.gsm8k import gsm8k

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from posttrain.config import ArithmeticConf
+from posttrain.config.task import ArithmeticConf
 from posttrain.errors import UserError
 from posttrain.tasks import rewards
 from posttrain.tasks.task import Data, Row

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import AnswerReward, FileConf
+from posttrain.config.task import AnswerReward, FileConf
 from posttrain.errors import UserError
 from posttrain.tasks import rewards
 from posttrain.tasks.task import Row

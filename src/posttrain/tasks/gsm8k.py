@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.config import FileConf
+from posttrain.config.task import FileConf
 from posttrain.errors import UserError
 from posttrain.tasks import files, rewards
 from posttrain.tasks.task import Data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.config import FileConf
+from posttrain.config.task import FileConf
 from posttrain.tasks import files, rewards
 from posttrain.tasks.task import Data
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config import TaskConf
+from posttrain.config.task import TaskConf
 from posttrain.records import Problem
 from posttrain.tasks.task import Row
 

@@ -56,7 +56,7 @@ def test_probe_catches_boundaries_dropped_for_one_function(monkeypatch, name, fu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", known([name for name, what in STATEFUL.items() if what == "Mamba-2"]))
 def test_probe_catches_a_scan_that_ignores_its_boundaries(monkeypatch, name, dtype, documents_kept_apart):
-    """They arrive, so counting them shows nothing; and the state is a small part of what these layers put out."""
+    """They arrive, so counting them shows nothing; and the state is a small part of these layers' output."""
     model = patched(name)
     monkeypatch.setattr(kernels, "state_space_scan", merging(kernels.state_space_scan, documents_kept_apart))
     with pytest.raises(PackingLeak, match="leaks between documents"):
