@@ -25,7 +25,7 @@ from posttrain.config import SFTConf
 from posttrain.config.algorithm import Aggregation
 from posttrain.records import Document, MiniBatch, Problem, Rollout
 from posttrain.run import Run
-from posttrain.tasks import batch, make_task
+from posttrain.tasks import answer_ids, batch, make_task
 from posttrain.training import optim
 from posttrain.training.fsdp import reduce_over_ranks, synchronise_gradients
 from posttrain.training.policy import Policy, prepare
@@ -33,7 +33,7 @@ from posttrain.training.policy import Policy, prepare
 
 def train(cfg: SFTConf, run_dir: Path) -> None:
     policy = prepare(cfg)
-    task = make_task(cfg.task, policy.tokenizer)
+    task = make_task(cfg.task, policy.tokenizer, policy.vocabulary)
 
     with Run(cfg, run_dir, policy, task) as run:
         for step in run.steps():
@@ -57,12 +57,12 @@ def train(cfg: SFTConf, run_dir: Path) -> None:
             run.log(metrics)
 
             # ---- Pause.
+            if run.due(cfg.checkpoint.every):
+                run.save()
             if run.due(cfg.evaluation.every) or run.last:
                 right = run.evaluate().get("eval/rewards/correct", 0.0)
                 if cfg.stop_at is not None and right >= cfg.stop_at:
                     break
-            if run.due(cfg.checkpoint.every):
-                run.save()
         run.finish()
 
 
@@ -88,9 +88,8 @@ def documents(problems: list[Problem], policy: Policy) -> list[Document]:
 
 def answered(place: int, problem: Problem, policy: Policy) -> Rollout:
     """The problem and its answer, as the model would have to write it."""
-    tokenizer = policy.tokenizer
-    ids = tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
-    ids = [*ids, tokenizer.eos_token_id]
+    ids = answer_ids(problem, policy.tokenizer)
+    ids = [*ids, policy.tokenizer.eos_token_id]
     return Rollout.one_turn(
         prompt_ids=problem.prompt_ids,
         completion_ids=ids,

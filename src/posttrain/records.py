@@ -32,8 +32,13 @@ class Problem:
     index: int  # position in its split, so that a log can name it
     prompt: str | Messages  # as the data has it
     prompt_ids: tuple[int, ...]  # as the model sees it, with the generation header
-    answer: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # what else the data says of it, for rewards
+    answer: str | tuple[str, ...]  # several: any of them is right
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # what else the data says of it; no reward reads it yet
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """Any of them is right."""
+        return (self.answer,) if isinstance(self.answer, str) else self.answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +164,7 @@ class PackedRow:
     sampled_logprobs_BK: torch.Tensor  # fp32, by the sampler
     document_BK: torch.Tensor  # int64, which of the micro-batch's documents a position belongs to
     documents: int
-    old_logprobs_BK: torch.Tensor | None = None  # by the policy that sampled; None: by the one that is updated
+    old_logprobs_BK: torch.Tensor | None = None  # by the policy before the step's first update; None: that is this one
     reference_logprobs_BK: torch.Tensor | None = None  # None: no KL penalty
 
     def model_inputs(self) -> dict[str, torch.Tensor | int | tuple | bool]:

@@ -6,11 +6,12 @@ import math
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from posttrain import tasks
 from posttrain.config.task import AnswerReward, ArithmeticConf, FileConf, TaskName
 from posttrain.errors import UserError
 from posttrain.models.tiny import tiny_tokenizer
 from posttrain.records import Problem, Rollout
-from posttrain.tasks import batch, further, make_task, rewards
+from posttrain.tasks import Row, batch, further, make_task, rewards
 
 TOKENIZER = tiny_tokenizer()
 ROWS = [{"question": f"What is {n}+{n}?", "answer": f"{n}+{n} is {2 * n}.\n#### {2 * n}"} for n in range(10)]
@@ -131,8 +132,10 @@ def test_empty_and_overlong_prompts_are_dropped_and_counted(tmp_path):
     rows = [*ROWS[:2], {"question": " ", "answer": "1"}, {"question": None, "answer": "1"}]
     rows += [{"question": "x" * 200, "answer": "1"}]
     task = gsm8k(write(tmp_path / "rows.jsonl", rows), heldout=0, max_prompt_tokens=50)
-    assert [p.index for p in task.train] == [0, 1] and task.dropped == 3
-    with pytest.raises(UserError, match="no prompt left.*max_prompt_tokens=2"):
+    assert [p.index for p in task.train] == [0, 1]
+    assert task.dropped == {"empty prompt": 1, "no prompt": 1, "longer than task.max_prompt_tokens": 1}
+    left = "no prompt left of 3 rows: 2 longer than task.max_prompt_tokens=2, 1 empty prompt"
+    with pytest.raises(UserError, match=left):
         gsm8k(write(tmp_path / "rows.jsonl", rows), max_prompt_tokens=2)
 
 
@@ -141,8 +144,9 @@ def test_empty_and_overlong_prompts_are_dropped_and_counted(tmp_path):
     [
         (None, "task.path=.*rows.jsonl cannot be read: .*No such file"),
         ("{broken", "cannot be read"),
-        ("[1, 2]\n", "each line must be a JSON object"),
-        ('{"q": 1}\n', "row 1 has no column 'question'; it has q. Set task.prompt_column"),
+        ("[1, 2]\n", "row 1 is 1: it must be a JSON object"),
+        ('{"question": "?", "answer": 1}\n3\n', "line 2 is 3: it must be a JSON object"),
+        ('{"q": 1}\n', "line 1 has no column 'question'; it has q. Set task.prompt_column"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, content, message):
@@ -168,6 +172,26 @@ def test_scores_and_their_weighted_total():
     assert score(task, "41", "42")["total"] == pytest.approx(0.1)
     assert score(task, "42", "42", finished=False)["total"] == 0.0
     assert score(task, "4 2", "42")["total"] == 0.0
+
+
+def test_of_several_answers_the_best_one_counts(tmp_path):
+    rows = [{"question": "?", "answer": "none"}] * 4
+    task = gsm8k(write(tmp_path / "rows.jsonl", rows))
+    assert score(task, "#### 3", ("4", "3"))["correct"] == 1.0
+    assert score(task, "#### 5", ("4", "none"))["correct"] == 0.0
+    assert score(task, "#### 4", ("none", "4"))["correct"] == 1.0
+    assert math.isnan(score(task, "#### 3", ("none", "no"))["correct"])
+    assert [p.answers for p in task.train] == [("none",)] * 2
+
+
+def test_rewards_of_any_name_weigh_one(monkeypatch):
+    """A task of one's own may name its rewards as it likes."""
+    brought = {"correct": rewards.exact, "short": rewards.finished_format}
+    own = tasks.Data([Row("?", "4")], [], brought)
+    monkeypatch.setitem(tasks.TASKS, "arithmetic", lambda cfg: own)
+    task = arithmetic(reward_correct=0.5)
+    assert {name: weight for name, (_, weight) in task.rewards.items()} == {"correct": 0.5, "short": 1.0}
+    assert score(task, "4", "4") == {"correct": 1.0, "short": 1.0, "total": 1.5}
 
 
 def test_an_answer_without_a_number_is_unscorable_not_zero(tmp_path):
@@ -212,7 +236,7 @@ def test_gsm8k_and_a_file_of_ones_own_have_the_rewards_that_their_options_name(t
         for kind in AnswerReward
     }
     found = {kind: score(task, "so it is 4", "4") for kind, task in kinds.items()}
-    assert {kind: scores["correct"] for kind, scores in found.items()} == {"exact": 0.0, "numeric": 1.0}
+    assert {kind: scores["correct"] for kind, scores in found.items()} == {"exact": 0.0, "numeric": 1.0, "math": 1.0}
     assert all(scores["format"] == 1.0 for scores in found.values())
 
 
@@ -220,9 +244,11 @@ def test_held_out_prompts_that_are_dropped_are_counted_too(tmp_path):
     long = {"question": "x" * 300, "answer": "1"}
     train, heldout = write(tmp_path / "train.jsonl", [*ROWS, long]), write(tmp_path / "heldout.jsonl", [long, *ROWS])
     task = gsm8k(train, eval_path=str(heldout), max_prompt_tokens=200)
-    assert (len(task.train), len(task.heldout), task.dropped) == (10, 10, 2)
+    assert (len(task.train), len(task.heldout)) == (10, 10)
+    assert task.dropped == {"longer than task.max_prompt_tokens": 2}
 
 
 def test_a_prompt_of_exactly_the_most_tokens_is_kept():
     longest = max(len(problem.prompt_ids) for problem in arithmetic().train)
-    assert arithmetic(max_prompt_tokens=longest).dropped == 0 < arithmetic(max_prompt_tokens=longest - 1).dropped
+    assert arithmetic(max_prompt_tokens=longest).dropped == {}
+    assert arithmetic(max_prompt_tokens=longest - 1).dropped["longer than task.max_prompt_tokens"] > 0

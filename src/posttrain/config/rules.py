@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.config import Architecture, GRPOConf, JobConf, SFTConf, Strategy, TrainingConf, hybrid_shard_size
 from posttrain.config.algorithm import Baseline
 from posttrain.config.algorithm_rules import algorithm_rules, least, surrogate_rules
-from posttrain.config.task import ArithmeticConf, FileConf
+from posttrain.config.task import ArithmeticConf, TableConf
 
 
 def problems(cfg: JobConf, world: int) -> list[str]:
@@ -47,7 +47,7 @@ def _common(cfg: JobConf) -> list[tuple[bool, str]]:
         least("task.max_prompt_tokens", task.max_prompt_tokens, 1),
         least("evaluation.prompts", evaluation.prompts, 0 if isinstance(cfg, TrainingConf) else 1),
         (0 <= cfg.seed < 2**63, f"seed={cfg.seed}: must be at least 0 and below 2^63"),
-        *([least("task.heldout", task.heldout, 0)] if isinstance(task, ArithmeticConf | FileConf) else []),
+        *([least("task.heldout", task.heldout, 0)] if isinstance(task, ArithmeticConf | TableConf) else []),
         *([least("task.largest", task.largest, 1)] if isinstance(task, ArithmeticConf) else []),
         least("evaluation.temperature", evaluation.temperature, 0),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
@@ -10,33 +11,54 @@ from posttrain.config.task import TaskConf
 from posttrain.errors import UserError
 from posttrain.tasks.arithmetic import arithmetic
 from posttrain.tasks.gsm8k import gsm8k
+from posttrain.tasks.hub import hub
 from posttrain.tasks.jsonl import jsonl
-from posttrain.tasks.prompts import problems
+from posttrain.tasks.prompts import TOO_LONG, answer_ids, conversation, lacking, problems
 from posttrain.tasks.task import Data, Row, Task, batch, further
+from posttrain.tasks.templates import Template, check_vocabulary, inspect
 
-__all__ = ["TASKS", "Data", "Row", "Task", "batch", "further", "make_task"]
+__all__ = ["TASKS", "Data", "Row", "Task", "Template", "answer_ids", "batch", "further", "make_task"]
 
 TASKS: dict[str, Callable[..., Data]] = {
     "arithmetic": arithmetic,
     "gsm8k": gsm8k,
     "jsonl": jsonl,
+    "hub": hub,
 }
 
 
-def make_task(cfg: TaskConf, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """Build the task that `cfg.name` names. Raises UserError for files that cannot be read or hold nothing."""
+def make_task(cfg: TaskConf, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None) -> Task:
+    """Build the task that `cfg.name` names. A reward of its data weighs 1 if it is neither "correct" nor "format".
+
+    Args:
+        vocabulary: tokens that the model has embeddings of; None where there is no model.
+
+    Raises:
+        UserError: data that cannot be read or holds nothing to train on, or a chat template that does not fit it.
+    """
     data = TASKS[cfg.name.value](cfg)
-    train, heldout = (problems(rows, cfg, tokenizer) for rows in (data.train, data.heldout))
+    usable = next((row for row in data.train if not lacking(row)), None)
+    if usable is None:
+        raise UserError(_nothing_left(cfg, len(data.train), Counter(map(lacking, data.train))))
+    template = inspect(*conversation(usable, cfg, tokenizer), tokenizer, usable.place)
+    train, reasons = problems(data.train, cfg, tokenizer, template)
     if not train:
-        raise UserError(
-            f"task={cfg.name} has no prompt left: {len(data.train)} rows, all empty or longer than "
-            f"task.max_prompt_tokens={cfg.max_prompt_tokens} tokens"
-        )
+        raise UserError(_nothing_left(cfg, len(data.train), reasons))
+    heldout, others = problems(data.heldout, cfg, tokenizer, template)
+    if vocabulary is not None:
+        check_vocabulary([*train, *heldout], tokenizer, vocabulary)
     weights = {"correct": cfg.reward_correct, "format": cfg.reward_format}
     return Task(
         train=train,
         heldout=heldout,
-        rewards={name: (reward, weights[name]) for name, reward in data.rewards.items()},
-        dropped=len(data.train) + len(data.heldout) - len(train) - len(heldout),
+        rewards={name: (reward, weights.get(name, 1.0)) for name, reward in data.rewards.items()},
+        dropped=dict(reasons + others),
+        template=template,
         tokenizer=tokenizer,
     )
+
+
+def _nothing_left(cfg: TaskConf, rows: int, reasons: Counter[str]) -> str:
+    counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    limit = f"={cfg.max_prompt_tokens}" if TOO_LONG in reasons else ""
+    return f"task={cfg.name} has no prompt left of {rows} rows: {counts}".replace(TOO_LONG, f"{TOO_LONG}{limit}")

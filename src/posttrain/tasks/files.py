@@ -1,79 +1,103 @@
-"""Rows from a local file: JSON lines, CSV or parquet."""
+"""Rows from local files: one, several, a glob, or all of a directory."""
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Callable
+import glob
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.task import AnswerReward, FileConf
+from posttrain.config.task import AnswerReward, FileConf, TableConf
 from posttrain.errors import UserError
-from posttrain.tasks import rewards
+from posttrain.tasks import columns, rewards
+from posttrain.tasks.formats import READERS, Unreadable, read
 from posttrain.tasks.task import Row
 
+ENDINGS = ", ".join(READERS)
+SAVED = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk of `datasets` leaves
 
-def answer_reward(cfg: FileConf) -> rewards.Reward:
+
+def answer_reward(cfg: TableConf) -> rewards.Reward:
     """The reward that `task.answer_reward` names."""
-    return {AnswerReward.exact: rewards.exact, AnswerReward.numeric: rewards.numeric}[cfg.answer_reward]
+    return {
+        AnswerReward.exact: rewards.exact,
+        AnswerReward.numeric: rewards.numeric,
+        AnswerReward.math: rewards.math,
+    }[cfg.answer_reward]
 
 
 def split(cfg: FileConf) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows. Raises UserError for a file that cannot be read, or lacks a column."""
-    found = rows(_read(cfg.path, "task.path"), cfg)
-    if cfg.eval_path is not None:
-        return found, rows(_read(cfg.eval_path, "task.eval_path"), cfg)
-    # A file of a few rows still trains on half of them.
+    """Training and held-out rows. Raises UserError for files that cannot be read, or lack a column."""
+    train = files_of(cfg.path, "task.path")
+    if cfg.eval_path is None:
+        return hold_out(_rows(train, "task.path", cfg), cfg)
+    heldout = files_of(cfg.eval_path, "task.eval_path")
+    both = {file.resolve() for file in train} & {file.resolve() for file in heldout}
+    if both:
+        raise UserError(
+            f"task.eval_path names {min(both)}, which task.path names too: held-out rows would be trained on. "
+            "Leave task.eval_path out to hold out the last task.heldout rows."
+        )
+    return _rows(train, "task.path", cfg), _rows(heldout, "task.eval_path", cfg)
+
+
+def hold_out(found: list[Row], cfg: TableConf) -> tuple[list[Row], list[Row]]:
+    """The last `task.heldout` rows apart; of a few rows, at most half of them."""
     heldout = min(cfg.heldout, len(found) // 2)
     return found[: len(found) - heldout], found[len(found) - heldout :]
 
 
-def rows(records: list[dict[str, Any]], cfg: FileConf) -> list[Row]:
-    """The columns that hold prompt and answer. Raises UserError for a row that lacks one."""
-    for number, record in enumerate(records, 1):
-        for option in ("prompt_column", "answer_column"):
-            if getattr(cfg, option) not in record:
-                raise UserError(
-                    f"task.path={cfg.path} row {number} has no column {getattr(cfg, option)!r}; it has "
-                    f"{', '.join(map(str, record))}. Set task.{option}."
-                )
-    return [Row(str(r[cfg.prompt_column] or ""), str(r[cfg.answer_column])) for r in records]
+def is_local(path: Any) -> bool:
+    """Does a path mean files, and not a name on the hub?"""
+    return not isinstance(path, str) or Path(path).suffix.lower() in READERS or glob.has_magic(path)
 
 
-def _read_json_lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+def files_of(path: Any, option: str) -> list[Path]:
+    """The files that `path` means, in the order of a list, and by name within a glob or a directory.
+
+    Raises UserError where it means none.
+    """
+    if isinstance(path, str):
+        return _matching(path, option)
+    if not isinstance(path, list) or not path or not all(isinstance(each, str) for each in path):
+        raise UserError(
+            f"{option}={path}: must be a file, a glob, a directory, or a list of these such as {option}=[a.jsonl,b.csv]"
+        )
+    return [file for each in path for file in _matching(each, option)]
 
 
-def _read_csv(file: Path) -> list[dict[str, Any]]:
-    # Values stay text: 007 is not 7.
-    with file.open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
+def _matching(path: str, option: str) -> list[Path]:
+    """Of a name, before that is a glob; files of a directory that have another ending are not rows."""
+    here = Path(path)
+    if here.is_dir():
+        if any((here / name).is_file() for name in SAVED):
+            raise UserError(f"{option}={path} was written by save_to_disk: type task=hub task.path={path}")
+        found = sorted(file for file in here.iterdir() if file.suffix.lower() in READERS and file.is_file())
+        if not found:
+            raise UserError(f"{option}={path}: the directory has no file that ends in {ENDINGS}")
+        return found
+    if glob.has_magic(path) and not here.exists():
+        found = sorted(Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file())
+        if not found:
+            raise UserError(f"{option}={path}: no file matches")
+    else:
+        found = [here]
+    for file in found:
+        if file.suffix.lower() not in READERS:
+            raise UserError(f"{option}={file}: the name must end in {ENDINGS}")
+    return found
 
 
-def _read_parquet(file: Path) -> list[dict[str, Any]]:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.read_table(file).to_pylist()
-
-
-READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
-    ".jsonl": _read_json_lines,
-    ".json": _read_json_lines,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
-
-
-def _read(path: str, option: str) -> list[dict[str, Any]]:
-    reader = READERS.get(Path(path).suffix)
-    if reader is None:
-        raise UserError(f"{option}={path}: the name must end in {', '.join(READERS)}")
-    try:
-        records = reader(Path(path))
-    except (OSError, ValueError) as error:
-        # A missing or torn file; JSON, CSV or parquet that is none.
-        raise UserError(f"{option}={path} cannot be read: {str(error).splitlines()[0]}") from error
-    if not all(isinstance(record, dict) for record in records):
-        raise UserError(f"{option}={path}: each line must be a JSON object with the columns of one row")
-    return records
+def _rows(files: list[Path], option: str, cfg: TableConf) -> list[Row]:
+    found = []
+    for file in files:
+        source = f"{option}={file}"
+        try:
+            records = read(file)
+        except Unreadable as error:
+            raise UserError(f"{source} cannot be read: {error}") from error
+        except OSError as error:
+            raise UserError(f"{source} cannot be read: {error.strerror or error}") from error
+        found += columns.rows(records, source, cfg)
+    if not found:
+        raise UserError(f"{option}={', '.join(map(str, files))} holds no row")
+    return found

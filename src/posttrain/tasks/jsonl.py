@@ -1,4 +1,4 @@
-"""Prompts and answers of the user's own, from a file."""
+"""Prompts and answers of the user's own, from files."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from posttrain.tasks.task import Data
 
 
 def jsonl(cfg: FileConf) -> Data:
-    """A local JSONL, CSV or parquet file; `prompt_column` and `answer_column` name its columns."""
+    """Local JSONL, JSON, CSV or parquet files; `prompt_column` and `answer_column` name their columns."""
     return Data(*files.split(cfg), {"correct": files.answer_reward(cfg), "format": rewards.finished_format})

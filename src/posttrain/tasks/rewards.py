@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
+
+from posttrain.tasks import numbers
+from posttrain.tasks.math_judge import JUDGE
 
 Reward = Callable[[str, str, bool], float | None]
-
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?|[-+]?\.\d+")
 
 
 def exact(completion: str, answer: str, finished: bool) -> float:
@@ -20,19 +20,43 @@ def exact(completion: str, answer: str, finished: bool) -> float:
     return float(finished and completion.strip() == answer.strip())
 
 
-def last_number(text: str) -> Decimal | None:
-    """The number after the last `####` (gsm8k's marker) if there is one, else the last number of the text."""
-    found = _NUMBER.findall(text.rsplit("####", 1)[-1]) if "####" in text else _NUMBER.findall(text)
-    try:
-        return Decimal((found[0] if "####" in text else found[-1]).replace(",", "")) if found else None
-    except InvalidOperation:
-        return None
-
-
 def numeric(completion: str, answer: str, finished: bool) -> float | None:
-    """1 if the completion's final number equals the answer's. None if the answer itself holds no number."""
-    target = last_number(answer)
-    return None if target is None else float(last_number(completion) == target)
+    """1 if the completion's final number equals the answer's, exactly. None if the answer ends with no plain number."""
+    target = numbers.final(answer)
+    if target is None:
+        return None
+    found = numbers.final(completion)
+    return float(found is not None and numbers.equal(found, target))
+
+
+def math(completion: str, answer: str, finished: bool) -> float | None:
+    """As `numeric` for an answer that is a plain number; any other is compared as mathematics (math-verify).
+
+    None if the answer cannot be read as mathematics.
+    """
+    written, said = _final_text(answer), _final_text(completion)
+    target, found = numbers.plain(written), numbers.plain(said)
+    if target is not None and found is not None:
+        return float(numbers.equal(found, target))
+    if target is not None and numeric(completion, answer, finished):
+        return 1.0
+    if target is None and not JUDGE.readable(written):
+        return None
+    return float(JUDGE.equal(said, written))
+
+
+def _final_text(text: str) -> str:
+    """The answer's part of a solution: after the last ####, in the last \\boxed{}, or the last line."""
+    if "####" in text:
+        return text.rpartition("####")[2].strip()
+    if (boxed := numbers.in_box(text)) is not None:
+        return boxed
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return (
+        re.sub(r"^.*\b(?:answer|result) (?:is|:)\s*", "", lines[-1], flags=re.IGNORECASE).strip().rstrip(".")
+        if lines
+        else ""
+    )
 
 
 def integer_format(completion: str, answer: str, finished: bool) -> float:
@@ -42,8 +66,8 @@ def integer_format(completion: str, answer: str, finished: bool) -> float:
 
 def marked_format(completion: str, answer: str, finished: bool) -> float:
     """1 if the turn was ended and its last line is `#### <number>`, gsm8k's answer marker."""
-    lines = completion.strip().splitlines()
-    return float(finished and bool(lines) and re.fullmatch(r"####\s*[-+]?[\d,]*\.?\d+", lines[-1].strip()) is not None)
+    last = completion.strip().rpartition("\n")[2].strip()
+    return float(finished and last.startswith("####") and numbers.plain(last.removeprefix("####")) is not None)
 
 
 def finished_format(completion: str, answer: str, finished: bool) -> float:

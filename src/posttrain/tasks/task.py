@@ -10,15 +10,17 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.records import Problem, Rollout
+from posttrain.records import Messages, Problem, Rollout
 from posttrain.tasks.rewards import Reward
+from posttrain.tasks.templates import Template
 
 
 class Row(NamedTuple):
     """One row of a task's data."""
 
-    prompt: str
-    answer: str
+    prompt: str | Messages | None  # None: there is none
+    answer: str | tuple[str, ...] | None  # several: any of them is right; None: there is none
+    place: str = ""  # where it stands, such as "task.path=a.jsonl line 17"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +39,22 @@ class Task:
     train: Sequence[Problem]
     heldout: Sequence[Problem]
     rewards: dict[str, tuple[Reward, float]]  # name -> (function, weight)
-    dropped: int  # prompts left out: empty, or longer than task.max_prompt_tokens
+    dropped: Mapping[str, int]  # rows left out, by reason, such as {"no answer": 3}
+    template: Template
     tokenizer: PreTrainedTokenizerBase
 
     def score(self, problem: Problem, rollout: Rollout) -> dict[str, float]:
-        """Each reward of one rollout, unweighted, and "total", their weighted sum. NaN: could not be scored."""
+        """Each reward of one rollout, unweighted, and "total", their weighted sum. NaN: could not be scored.
+
+        Of several answers the one counts that gives the best score.
+        """
         text = self.tokenizer.decode(list(rollout.written), skip_special_tokens=True)
         # A list of texts comes only from a list of sequences.
         assert isinstance(text, str)
         scores, total = {}, 0.0
         for name, (reward, weight) in self.rewards.items():
-            value = reward(text, problem.answer, rollout.finished)
+            values = [reward(text, answer, rollout.finished) for answer in problem.answers]
+            value = max((each for each in values if each is not None), default=None)
             scores[name] = math.nan if value is None else value
             total += weight * scores[name] if weight else 0.0
         return {**scores, "total": total}
