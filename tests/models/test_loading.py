@@ -24,7 +24,8 @@ from transformers import (
 from posttrain.config import Architecture, Dtype, ModelConf, RolloutConf
 from posttrain.errors import UserError
 from posttrain.models import loading
-from posttrain.models.loading import compute_dtype, end_token_ids, load, load_config
+from posttrain.models.configs import load_config
+from posttrain.models.loading import compute_dtype, end_token_ids, load
 from posttrain.models.tiny import EMBEDDED, tiny_config, tiny_tokenizer
 from posttrain.records import Problem
 from posttrain.rollout.local import generate

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.utils import logging as huggingface_logging
 from transformers import (
     AttentionInterface,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -20,24 +21,14 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
-from posttrain.config import Architecture, Dtype, ModelConf
+from posttrain.config import Dtype, ModelConf
 from posttrain.errors import UserError
+from posttrain.models import multimodal
+from posttrain.models.chat import turn_end
+from posttrain.models.configs import first_line, load_config, neutralise, text_config, weights_path, whole_config
 from posttrain.models.internals import causal_model_class, registered, takes_flash_attention
-from posttrain.models.tiny import EMBEDDED, tiny_config, tiny_tokenizer
-
-# The model types of transformers that each named architecture accepts: the text model alone, or within the
-# multimodal checkpoint (its text part is loaded).
-MODEL_TYPES = {
-    Architecture.qwen3_5_dense: {"qwen3_5", "qwen3_5_text"},
-    Architecture.qwen3_5_moe: {"qwen3_5_moe", "qwen3_5_moe_text"},
-    Architecture.qwen3_next: {"qwen3_next"},
-    Architecture.qwen3_dense: {"qwen3"},
-}
-
-
-def weights_path(cfg: ModelConf) -> str:
-    """What transformers loads from: the embedded model's directory where `model.path` is null."""
-    return cfg.path if cfg.path is not None else str(EMBEDDED / cfg.architecture.value)
+from posttrain.models.stored import OTHER_PARTS, Stored, stored
+from posttrain.models.tiny import tiny_config, tiny_tokenizer
 
 
 def compute_dtype(cfg: ModelConf) -> torch.dtype:
@@ -71,20 +62,44 @@ def describe(cfg: ModelConf) -> str:
     return cfg.path if cfg.revision is None else f"{cfg.path}@{cfg.revision}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A checkpoint in memory."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    notes: tuple[str, ...]  # what was left out or changed, for the banner
+
+
 def load(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and the tokenizer of `load_checkpoint`."""
+    loaded = load_checkpoint(cfg)
+    return loaded.model, loaded.tokenizer
+
+
+def load_checkpoint(cfg: ModelConf) -> Loaded:
     """Load fp32 weights (safetensors only) and the tokenizer, on the CPU.
 
-    Raises:
-        UserError: the path is no model, is of another architecture, or the hub cannot be reached.
+    Of a multimodal checkpoint the text model. Raises UserError: the path is no model, is of another architecture, lacks
+    weights or has some that the model has no place for, or the hub cannot be reached.
     """
     # Each rank would show one, for a load that takes a moment.
     transformers_logging.disable_progress_bar()
     path = weights_path(cfg)
-    config = load_config(cfg)
+    whole = whole_config(cfg)
+    config = text_config(whole, cfg)
+    notes = neutralise(config)
     stored_dtype = config.dtype
     source: dict[str, Any] = dict(revision=cfg.revision, trust_remote_code=cfg.trust_remote_code)
+    names: dict[str, str] = {}
+    files = None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **source)
+        tokenizer = load_tokenizer(cfg)
+        files = stored(path, cfg.revision)
+        if config is not whole and files is not None and causal_model_class(type(config)) is not None:
+            multimodal.check_same_logits(whole, path)
+            multimodal.tie_as_the_whole(whole, config, files)
+            names = multimodal.renamed(files, config)
         # With output_loading_info it is a pair, whatever upstream's annotation says.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -93,28 +108,66 @@ def load(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             attn_implementation=attention(cfg, config),
             use_safetensors=True,
             output_loading_info=True,
+            **({"key_mapping": names} if names else {}),
             **source,
         )
         model, found = loaded
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"model.path={path}: {_first_line(error)}") from error
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise UserError(f"model.path={path}: {other_shape(files, config) or first_line(error)}") from error
     lacking = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
     # transformers would train them from random values, after a warning.
     if lacking:
         raise UserError(f"model.path={path} lacks {len(lacking)} weights of the model, such as {lacking[0]}")
-    return _ready(model, tokenizer, cfg, stored_dtype)
+    unexpected = sorted(found["unexpected_keys"])
+    # A multimodal checkpoint's other parts may have any name.
+    placeless = [] if config is not whole else [name for name in unexpected if not OTHER_PARTS.search(name)]
+    if placeless:
+        raise UserError(
+            f"model.path={path} holds {len(placeless)} weights that its config.json has no place for, such as "
+            f"{placeless[0]}: training would go on without them"
+        )
+    if unexpected:
+        parts = sorted({".".join(name.split(".")[:2]) for name in unexpected})
+        notes.append(f"left out of the checkpoint: {len(unexpected)} weights of {', '.join(parts[:4])}")
+    _ready(model, tokenizer, cfg, stored_dtype)
+    notes += check_export(model, tokenizer, path)
+    return Loaded(model=model, tokenizer=tokenizer, notes=tuple(notes))
 
 
-def initialise(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """As `load`, but with random weights from torch's generator: of the embedded shape, or of `model.path`'s."""
+def other_shape(files: Stored | None, config: PreTrainedConfig) -> str | None:
+    """The first weight that files and the model of a config have in different shapes, in words; None without one."""
+    with torch.device("meta"):
+        bare = AutoModelForCausalLM.from_config(config)
+    for name, parameter in bare.named_parameters():
+        if files and files.shapes.get(name, tuple(parameter.shape)) != tuple(parameter.shape):
+            return f"{name} has the shape {files.shapes[name]}, and config.json says {tuple(parameter.shape)}"
+    return None
+
+
+def load_tokenizer(cfg: ModelConf) -> PreTrainedTokenizerBase:
+    """Raises UserError where there is none."""
+    path = weights_path(cfg)
+    # Without any file transformers makes an empty tokenizer of the class that goes with config.json.
+    files = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.spm")
+    if Path(path).is_dir() and not any(file for name in files for file in Path(path).glob(name)):
+        raise UserError(f"model.path={path} has no tokenizer: copy tokenizer.json and tokenizer_config.json there")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
+        )
+    # What a tokenizer's files may lead to: KeyError and TypeError are of files that are none.
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        raise UserError(f"model.path={path} has no tokenizer that can be read: {first_line(error)}") from error
+    return tokenizer
+
+
+def initialise(cfg: ModelConf) -> Loaded:
+    """As `load_checkpoint`, with random weights from torch's generator: of the embedded shape, or of `model.path`'s."""
     tokenizer: PreTrainedTokenizerBase
     if cfg.path is None:
         config, tokenizer = tiny_config(cfg.architecture.value), tiny_tokenizer()
     else:
-        config = load_config(cfg)
-        tokenizer = AutoTokenizer.from_pretrained(
-            cfg.path, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
-        )
+        config, tokenizer = load_config(cfg), load_tokenizer(cfg)
     stored_dtype = config.dtype
     model = AutoModelForCausalLM.from_config(
         config,
@@ -122,53 +175,27 @@ def initialise(cfg: ModelConf) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         attn_implementation=attention(cfg, config),
         trust_remote_code=cfg.trust_remote_code,
     )
-    return _ready(model, tokenizer, cfg, stored_dtype)
-
-
-def load_config(cfg: ModelConf) -> PreTrainedConfig:
-    """The checkpoint's text config, checked against `model.architecture`. Raises UserError."""
-    # Else ten lines about retries come before the one that matters.
-    huggingface_logging.set_verbosity_error()
-    path = weights_path(cfg)
-    # Hub names are name or owner/name.
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not Path(path).is_dir():
-        raise UserError(
-            f"model.path={path} is neither a directory nor a hub name. Give a local directory, a hub name such as "
-            "Qwen/Qwen3.5-4B, or model.path=null for the embedded tiny model."
-        )
-    try:
-        config = AutoConfig.from_pretrained(
-            path, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
-        ).get_text_config(decoder=True)
-    except (OSError, ValueError, KeyError) as error:
-        hint = "Is the hub reachable, and the name right? A local directory also works."
-        if "custom code" in str(error):
-            hint = "Type model.trust_remote_code=true to run it."
-        elif Path(path).is_dir():
-            hint = "It needs config.json, *.safetensors and the tokenizer's files."
-        raise UserError(f"model.path={path} could not be loaded: {_first_line(error)}. {hint}") from error
-    accepted = MODEL_TYPES.get(cfg.architecture)
-    if accepted and config.model_type not in accepted:
-        fitting = [name.value for name, types in MODEL_TYPES.items() if config.model_type in types] or ["auto"]
-        raise UserError(
-            f"model.path={path} holds a {config.model_type!r} model, and model={cfg.architecture} takes "
-            f"{' or '.join(sorted(accepted))}. Type model={fitting[0]} instead."
-        )
-    return config
+    _ready(model, tokenizer, cfg, stored_dtype)
+    return Loaded(model=model, tokenizer=tokenizer, notes=())
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token that ends a completion: the tokenizer's and all of the generation config's."""
-    ids = {tokenizer.eos_token_id}
+    """Every token that ends a completion: the tokenizer's, all of the generation config's, the chat template's."""
+    ids = {tokenizer.eos_token_id, *turn_end(tokenizer)}
     listed = model.generation_config.eos_token_id
     ids.update(listed if isinstance(listed, list) else [listed])
     return frozenset(i for i in ids if i is not None)
 
 
+def embedded_tokens(model: PreTrainedModel) -> int:
+    """Tokens that the model has embeddings of: ids below this."""
+    table: Any = model.get_input_embeddings()
+    return int(table.weight.shape[0])
+
+
 def _ready(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cfg: ModelConf, stored_dtype: torch.dtype | str | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> None:
     # An export writes this dtype.
     model.config.dtype = stored_dtype
     # No dropout and no router noise: the trainer's and the sampler's distributions must be the same, and the ratio 1
@@ -185,7 +212,6 @@ def _ready(
                 for name in [name for name, value in vars(module).items() if "drop" in name and type(value) is float]:
                     setattr(module, name, 0.0)
                 _no_dropout_from(model.config, module)
-    return model, tokenizer
 
 
 def _no_dropout_from(config: PreTrainedConfig, module: torch.nn.Module) -> None:
@@ -199,5 +225,22 @@ def _no_dropout_from(config: PreTrainedConfig, module: torch.nn.Module) -> None:
             )
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+def check_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:
+    """Save everything but the weights, so that an export cannot fail after all steps; what was mended, a note each.
+
+    Raises UserError where config or tokenizer cannot be saved.
+    """
+    notes = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            model.generation_config.save_pretrained(folder)
+        except ValueError:
+            kept = {name: getattr(model.generation_config, name) for name in ("eos_token_id", "pad_token_id")}
+            model.generation_config = GenerationConfig(**kept)
+            notes.append("generation_config.json contradicts itself: only its token ids are kept")
+        try:
+            model.config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"model.path={path} could not be exported again: {first_line(error)}") from error
+    return notes

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
 from accelerate import Accelerator
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.errors import UserError
 from posttrain.training.reference import Reference, trained
@@ -140,20 +139,6 @@ def _kind(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, str | i
         "model": bare.config.model_type,
         "parameters": sum(parameter.numel() for parameter in bare.parameters()),
     }
-
-
-def export(accelerator: Accelerator, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Write a Hugging Face checkpoint (safetensors, in the dtype that the weights came in) for inference."""
-    state = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        bare: PreTrainedModel = accelerator.unwrap_model(model)
-        dtype = bare.config.dtype or torch.float32
-        bare.save_pretrained(path, state_dict={name: value.to(dtype) for name, value in state.items()})
-        # transformers has put the master weights' fp32 there.
-        bare.config.dtype = dtype
-        bare.config.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-    dist.barrier()
 
 
 @contextlib.contextmanager
