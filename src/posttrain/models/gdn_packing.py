@@ -34,6 +34,7 @@ from posttrain.models.packed.boundaries import boundaries
 from posttrain.models.packed.layers import carried, mixers, modeling_module, unreachable
 from posttrain.models.packed.probe import WAY_OUT, PackingLeak, Probe
 from posttrain.models.shrink import tiny_copy
+from posttrain.models.thresholds import thresholds
 
 __all__ = ["KernelReport", "PackingLeak", "PackingProof", "boundaries", "patch", "verify"]
 
@@ -90,6 +91,31 @@ def patch(model: PreTrainedModel, device: torch.device | str | None = None, pack
     return KernelReport(layers=_count(layers), kernels=kernels, warnings=warnings)
 
 
+def _probed(probe: Probe, gradients: bool) -> tuple[float, float | None]:
+    """The largest differences of forward and gradient, the probed model in eval mode."""
+    if probe.packed:
+        attention.install(probe.model)
+    was_training = probe.model.training
+    probe.model.eval()
+    try:
+        return probe.forward(), probe.gradients() if gradients else None
+    finally:
+        probe.model.train(was_training)
+
+
+def _beyond(reached: dict[str, int], longest: float | None, packed: bool) -> PackingLeak:
+    """What to say where documents leak only beyond a length."""
+    name, tokens = min(reached.items(), key=lambda item: item[1])
+    mode, what = ("thd", "rows") if packed else ("padded", "documents")
+    reach = "of any length" if longest is None else f"of up to {longest:,.0f} tokens"
+    budget = f"packing.tokens_per_row={tokens} at most, and " if packed else ""
+    return PackingLeak(
+        f"packing={mode} is right for {what} of up to {tokens:,} tokens, where this model computes something else "
+        f"({name}={tokens}), and the run makes {what} {reach}: type {budget}task.max_prompt_tokens and "
+        f"rollout.max_new_tokens of at most {tokens} together"
+    )
+
+
 def _refuse(model: PreTrainedModel, layers: dict[nn.Module, set[str]]) -> None:
     """UserError where boundaries would not reach a stateful layer."""
     for layer, carries in layers.items():
@@ -139,7 +165,11 @@ def _kernels_in_use(
 
 
 def verify(
-    model: PreTrainedModel, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    longest: float | None = None,
+    packed: bool = True,
 ) -> PackingProof:
     """Prove on a tiny copy of `model` that a packed row equals its documents alone. Call after `patch`.
 
@@ -149,6 +179,9 @@ def verify(
     document is replaced; (c) the gradient, which must equal the separate one and reach no other document;
     (d) that one long document gives the same before and after packed rows.
     An architecture that cannot be copied small is probed itself, forward only. The global RNG is left alone.
+    Where rows of `longest` tokens (None: of any length) cross a length at which the model computes something else, the
+    same is checked on a copy that does so among the probe's documents.
+    `packed=False` (for packing=padded) checks documents side by side, padded on the right.
     Errors: PackingLeak, one line that names the layer class at fault.
     """
     started = time.perf_counter()
@@ -157,16 +190,17 @@ def verify(
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
         small = tiny_copy(model, device, dtype or next(model.parameters()).dtype)
-        probe = Probe(model if small is None else small)
-        attention.install(probe.model)
-        was_training = probe.model.training
-        probe.model.eval()
-        try:
-            forward = probe.forward()
-            gradients = None if small is None else probe.gradients()
-        finally:
-            probe.model.train(was_training)
-    kernels, warnings = _kernels_in_use(model, carried(model), device, packed=True)
+        probe = Probe(model if small is None else small, packed)
+        forward, gradients = _probed(probe, small is not None)
+        limits = thresholds(model.config.get_text_config(decoder=True))
+        reached = {name: tokens for name, tokens in limits.items() if longest is None or longest > tokens}
+        crossing = tiny_copy(model, device, probe.dtype, crossing=True) if reached else None
+        if crossing is not None:
+            try:
+                _probed(Probe(crossing, packed), True)
+            except PackingLeak as leak:
+                raise _beyond(reached, longest, packed) from leak
+    kernels, warnings = _kernels_in_use(model, carried(model), device, packed)
     if small is None:
         warnings.append(
             f"{type(model).__name__} has no tiny copy: packing was verified on the model itself, forward only, in "

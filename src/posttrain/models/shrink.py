@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from posttrain.models.packed.layers import mixers
+from posttrain.models.thresholds import lowered
 
 # Decay 0.991 a token: a state outlives every document here. It is written loudly (dt 1.3), and nothing passes it by.
 SLOW_DECAY = {"A_log": -5.0, "dt_bias": 1.0, "dt_proj.bias": 1.0, "D": 0.0}
@@ -56,13 +57,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_copy(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel | None:
-    """A model of the same layer classes: thin, shallow, random, slow to forget. None if it cannot be had."""
+def tiny_copy(
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype, crossing: bool = False
+) -> PreTrainedModel | None:
+    """A model of the same layer classes: thin, shallow, random, slow to forget. None if it cannot be had.
+
+    `crossing`: with the thresholds of its config below the lengths of the probes, see thresholds.py.
+    """
     text = model.config.get_text_config(decoder=True)
     build: Callable[..., Any] = type(model) if text is model.config else AutoModelForCausalLM.from_config
     try:
+        config = shrunk(text)
         with torch.device(device):
-            small = build(shrunk(text)).to(dtype)
+            small = build(lowered(config) if crossing else config).to(dtype)
     # A checkpoint's own code may keep other rules: the model itself is probed then.
     except Exception:
         return None

@@ -5,8 +5,9 @@
     collect(ticket)          consumes a ticket; produces this rank's share of the rollouts, samples of a group side by
                              side; waits for its own rollouts; unblocked by the last of them, on every rank
     publish(version)         consumes the policy's weights as they are now; produces nothing; waits until the sampler
-                             has them; unblocked by the optimizer step before it. A collective: all ranks call it
+                             has them; unblocked by the optimizer step before it
 
+All ranks call all three, in the same order: each may hold a collective.
 `rollout.max_staleness` bounds how many steps are submitted before they are collected.
 """
 
@@ -39,7 +40,7 @@ class Sampler(Protocol):
 class Local:
     """The training model itself samples, at once when it is asked: it holds the newest weights anyway.
 
-    With a staleness of n the rollouts of a step are therefore of the weights n steps before it.
+    With `rollout.max_staleness=n` the rollouts of a step are therefore of weights up to n steps before it.
     """
 
     policy: Policy

@@ -18,7 +18,16 @@ from posttrain.flops import PassCost
 from posttrain.logprobs import token_logprobs
 from posttrain.models import gdn_packing
 from posttrain.models.head import Head, find_head
-from posttrain.models.loading import compute_dtype, describe, end_token_ids, initialise, load
+from posttrain.models.loading import (
+    compute_dtype,
+    describe,
+    embedded_tokens,
+    end_token_ids,
+    initialise,
+    load_checkpoint,
+)
+from posttrain.models.shrink import tiny_copy
+from posttrain.models.thresholds import thresholds
 from posttrain.records import Document, MiniBatch, Packed, PackedRow
 from posttrain.training import optim
 from posttrain.training.fsdp import make_accelerator, sharding
@@ -35,9 +44,11 @@ class Policy:
     head: Head
     end_ids: frozenset[int]  # tokens that end a completion
     pad_id: int
+    vocabulary: int  # tokens that the model has embeddings of
     cost: PassCost  # forward FLOPs of documents
     longest: float  # tokens that the model has positions for
     facts: dict[str, Any]  # for the banner and summary.json
+    small: PreTrainedModel | None  # a tiny copy of the bare model, for proofs; None where there can be none
     learner: Learner | None  # None: sampled from only
 
     @property
@@ -113,20 +124,23 @@ def prepare(cfg: JobConf) -> Policy:
     """
     torch.manual_seed(cfg.seed)
     random = isinstance(cfg, SFTConf) and cfg.init
-    model, tokenizer = (initialise if random else load)(cfg.model)
+    loaded = (initialise if random else load_checkpoint)(cfg.model)
+    model, tokenizer = loaded.model, loaded.tokenizer
     dtype, end_ids = compute_dtype(cfg.model), end_token_ids(model, tokenizer)
     facts: dict[str, Any] = {"model": "random weights" if random else describe(cfg.model)}
+    facts["checkpoint"] = list(loaded.notes)
 
     if isinstance(cfg, TrainingConf):
         accelerator = make_accelerator(cfg.fsdp, model, dtype)
         device = accelerator.device
-        facts["packing"] = _prove_packing(model, cfg.packing, device, dtype)
+        facts["packing"] = _prove_packing(model, cfg, device, dtype)
     else:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         _place(model, device, dtype)
         gdn_packing.patch(model, device, packed=False)
 
-    # All three read the bare model: modules and classes are not what they were once it is sharded.
+    # All of them read the bare model: modules and classes are not what they were once it is sharded.
+    vocabulary, small = embedded_tokens(model), small_copy(model, cfg, device, dtype)
     head, cost, longest = find_head(model), packing.document_cost(model), packing.longest(model)
     wrapped, learner = model, None
     if isinstance(cfg, TrainingConf):
@@ -144,25 +158,47 @@ def prepare(cfg: JobConf) -> Policy:
         head=head,
         end_ids=end_ids,
         pad_id=tokenizer.pad_token_id,
+        vocabulary=vocabulary,
         cost=cost,
         longest=longest,
         facts=facts,
+        small=small,
         learner=learner,
     )
 
 
 def _prove_packing(
-    model: PreTrainedModel, cfg: PackingConf, device: torch.device, dtype: torch.dtype
+    model: PreTrainedModel, cfg: TrainingConf, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Patch the layers; what the probe found, or which kernels run. Raises PackingLeak.
 
     Documents of one row must not see each other, also not through the recurrent state of Gated DeltaNet layers. The
     probe shows that they do not, or stops the run.
     """
-    packed = cfg.mode is PackingMode.thd
+    packed = cfg.packing.mode is PackingMode.thd
     kernels = gdn_packing.patch(model, device, packed=packed)
-    proof = gdn_packing.verify(model, device, dtype) if packed and cfg.verify else None
-    return {"mode": cfg.mode, "verified": bool(proof), **dataclasses.asdict(proof or kernels)}
+    proof = gdn_packing.verify(model, device, dtype, longest_row(cfg), packed) if cfg.packing.verify else None
+    return {"mode": cfg.packing.mode, "verified": bool(proof), **dataclasses.asdict(proof or kernels)}
+
+
+def longest_row(cfg: TrainingConf) -> float | None:
+    """Tokens of the longest row (thd) or document (padded) that the run can make; None: answers have any length."""
+    if not isinstance(cfg, GRPOConf):
+        return None
+    document = cfg.task.max_prompt_tokens + cfg.rollout.max_new_tokens
+    return max(document, cfg.packing.tokens_per_row) if cfg.packing.mode is PackingMode.thd else document
+
+
+def small_copy(
+    model: PreTrainedModel, cfg: JobConf, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel | None:
+    """The tiny copy; if samples can be longer than a length at which the model changes, it changes within the proof."""
+    limits = thresholds(model.config.get_text_config(decoder=True)).values()
+    longest = cfg.task.max_prompt_tokens + cfg.rollout.max_new_tokens
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        small = tiny_copy(model, device, dtype, crossing=any(longest > tokens for tokens in limits))
+    return None if small is None else small.eval()
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from posttrain.errors import UserError
 from posttrain.models.architectures import tiny
 from posttrain.models.gdn_packing import boundaries, patch
-from posttrain.models.packed.attention import attention_by_document
+from posttrain.models.packed.attention import SLICE, attention_by_document, causal_mask
 
 
 class Watch(TorchDispatchMode):
@@ -158,3 +158,73 @@ def test_a_bias_of_positions_is_cut_to_each_document(with_mask):
         parts = (x[:, :, where] for x in (query, key, value))
         wanted.append(attention(module, *parts, own, position_bias=bias[..., where, where])[0])
     assert torch.allclose(found, torch.cat(wanted, 1), atol=1e-6)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", known(["gpt_oss", "gemma2", "gemma3_text", "olmo3", "cohere2", "qwen3"]))
+def test_slices_of_queries_change_nothing(monkeypatch, name, attention):
+    """Windows, sinks and caps of logits: documents of many slices equal themselves alone, without the patch."""
+    model = tiny(name)
+    if name in ("gpt_oss", "gemma2") and attention == "sdpa":
+        # Sinks, and caps of logits: they have eager attention only.
+        attention = "eager"
+    model.set_attn_implementation(attention)
+    ids = tokens(90)
+    wanted = alone(model, ids, (70, 20))
+    patch(model)
+    whole = packed(model, ids, (70, 20))
+    monkeypatch.setattr("posttrain.models.packed.attention.SLICE", 8)
+    sliced = packed(model, ids, (70, 20))
+    assert difference(sliced, wanted) < 3e-5 and difference(sliced, whole) < 1e-5
+
+
+def eager_with_sinks(module, query, key, value, attention_mask=None, scaling=1.0, sliding_window=None, **kwargs):
+    """As gpt_oss does: one more logit a head, which takes probability and has no value."""
+    scores = query @ key.transpose(2, 3) * scaling + attention_mask
+    sinks = module.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return (weights @ value).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_long_document_has_no_mask_of_its_length_squared(window):
+    """At L = 8192, with sinks: a mask has the rows of one slice, and two masks are kept, however many lengths come."""
+    module = torch.nn.Module()
+    module.sinks = torch.zeros(1)
+    attention, length = attention_by_document(eager_with_sinks, additive=True), 8192
+    causal_mask.cache_clear()
+
+    def run(length):
+        q, k, v = torch.randn(3, 1, 1, length + 3, 4)
+        lengths = (length, 3)
+        return (q, k, v), attention(module, q, k, v, sliding_window=window, document_lengths=lengths)[0]
+
+    with Largest() as seen, torch.no_grad():
+        (q, k, v), found = run(length)
+    keys = length if window is None else SLICE + window - 1
+    # Scores of one slice with the sink, and nothing larger.
+    assert seen.numbers <= SLICE * (keys + 1)
+    for first in (0, SLICE - 1, SLICE, 5000, length - 1):
+        start = 0 if window is None else max(0, first - window + 1)
+        scores = torch.cat([q[0, 0, first] @ k[0, 0, start : first + 1].T, torch.zeros(1)])
+        wanted = scores.softmax(-1)[:-1] @ v[0, 0, start : first + 1]
+        torch.testing.assert_close(found[0, first, 0], wanted, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        for shorter in range(1500, 1520):
+            run(shorter)
+    assert causal_mask.cache_info().currsize <= 2
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of values in a tensor that an operation made."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return made

@@ -28,6 +28,7 @@ from posttrain.models.packed.boundaries import by_document, documents
 from posttrain.models.packed.layers import mixers, modeling_module
 
 OURS = ("sdpa", "eager")
+SLICE = 1024  # queries of one call where a mask is needed: it holds so many rows of keys
 # They lose the arguments of the call on the way to attention (transformers 5.23).
 WANT_A_MASK = {"git", "gpt_neo", "nemotron", "stablelm"}
 
@@ -165,10 +166,18 @@ def attention_by_document(upstream: Callable, additive: bool = False) -> Callabl
             def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [n, H, L, D] -> [n, L, H, D]
                 length, window = q.shape[2], kwargs.get("sliding_window")
                 window = None if window is None or window >= length else window
-                mask = None
-                if additive or window:
-                    mask = causal_mask(length, window, q.dtype if additive else torch.bool, q.device)
-                return upstream(module, q, k, v, mask, *args, **kwargs)[0]
+                if not (additive or window):
+                    return upstream(module, q, k, v, None, *args, **kwargs)[0]
+                # A mask of the whole document would be its length squared: a slice of queries sees no more than these.
+                parts = []
+                for first in range(0, length, SLICE):
+                    end = min(first + SLICE, length)
+                    begin = 0 if window is None else max(0, first - window + 1)
+                    where = end - first, end - begin, first - begin
+                    mask = causal_mask(*where, window, q.dtype if additive else torch.bool, q.device)
+                    own = q[:, :, first:end], k[:, :, begin:end], v[:, :, begin:end]
+                    parts.append(upstream(module, *own, mask, *args, **kwargs)[0])
+                return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
             return by_document(causal, lengths, (query, key, value), dim=2), None
         outputs = []
@@ -182,12 +191,17 @@ def attention_by_document(upstream: Callable, additive: bool = False) -> Callabl
     return attention
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=2)
 @torch.inference_mode(False)
-def causal_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[1, 1, L, L] for one document: true where a query sees a key; or 0 there and the least number elsewhere."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    seen = seen if window is None else seen.triu(1 - window)
+def causal_mask(
+    queries: int, keys: int, before: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[1, 1, queries, keys] of one slice, with `before` keys before its first query: true where a query sees a key.
+
+    Or 0 there and the least number elsewhere. The layers of a model ask for the same one in turn: two are kept.
+    """
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
+    seen = seen if window is None else seen.triu(before + 1 - window)
     if dtype is not torch.bool:
         seen = torch.where(seen, torch.zeros((), dtype=dtype, device=device), torch.finfo(dtype).min)
     return seen[None, None]

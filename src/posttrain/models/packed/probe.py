@@ -6,6 +6,7 @@ runs packed rows through a tiny copy of the model and compares what every layer 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,11 +40,18 @@ class PackingLeak(UserError):
 
 
 class Probe:
-    """Runs rows of `DOCUMENTS` through a model and compares what every layer makes of them."""
+    """Runs rows of `DOCUMENTS` through a model and compares what every layer makes of them.
 
-    def __init__(self, model: PreTrainedModel):
+    Without `packed` the documents are rows of one batch, padded on the right, and the logits are compared.
+    """
+
+    def __init__(self, model: PreTrainedModel, packed: bool = True):
+        self.packed = packed
+        self.mode = "thd" if packed else "padded"
+        self.way_out = WAY_OUT if packed else "packing.tokens_per_row=1 works: it puts one document in a micro-batch."
         parameter = next(model.parameters())
         self.model, self.device = model, parameter.device
+        self.dtype = parameter.dtype
         self.tolerance, self.gradient_tolerance = TOLERANCE[parameter.dtype]
         if parameter.dtype is torch.float32 and self.device.type == "cuda":
             self.tolerance, self.gradient_tolerance = TF32_TOLERANCE
@@ -62,13 +70,25 @@ class Probe:
         separate = [(same[0][0], torch.cat([output for _, output in same])) for same in zip(*alone, strict=True)]
         packed = self._run(self.ids_T, DOCUMENTS)
         largest = [self._compare(separate, packed, "a packed document differs from the same one alone")]
+        longest = max(self.ids_T.split(DOCUMENTS), key=len)
+        plain = self._call(lambda: self.model(input_ids=longest[None], use_cache=False).logits[0])
+        _, ours = self._run(longest, (len(longest),))[-1]
+        apart = float((plain.float() - ours.float()).abs().max() / plain.float().abs().max())
+        if not apart <= self.tolerance:
+            raise PackingLeak(
+                f"packing={self.mode} is unsafe here: {type(self.model).__name__} counts positions otherwise than from "
+                f"0 (a document alone differs by {apart:.2g} of the largest value from the same call without "
+                "position_ids). Take another model"
+            )
+        largest.append(apart)
         for other_T in (self.odd_T, ~self.odd_T):
             changed = self._run(torch.where(other_T, self.other_T, self.ids_T), DOCUMENTS)
             kept, now = ([(name, output[~other_T]) for name, output in trace] for trace in (packed, changed))
             largest.append(self._compare(kept, now, "a document sees what its neighbours hold"))
         after = self._run(self.ids_T, whole)
         largest.append(self._compare(before, after, "a packed row changes the row after it"))
-        self._all_reached()
+        if self.packed:
+            self._all_reached()
         return max(largest)
 
     def gradients(self) -> float:
@@ -101,6 +121,9 @@ class Probe:
         floor = 0.1 * max(float(gradient.abs().max()) for _, gradient in separate)
         what = "the gradient of a packed row differs"
         largest = [self._compare(separate, packed, what, self.gradient_tolerance, floor)]
+        if not self.packed:
+            # Rows of a batch have no common row of embeddings.
+            return max(largest)
         for mask_T, (reached_1TD, *_) in zip((self.odd_T, ~self.odd_T), halves, strict=True):
             what, own_1TD = (
                 "a document's loss has a gradient in its neighbours",
@@ -115,10 +138,12 @@ class Probe:
             for what in sorted(carries):
                 if (layer, what) not in self.reached:
                     where = f"the {what} of {type(layer).__name__}"
-                    raise PackingLeak(f"packing=thd is unsafe here: no boundaries reach {where}. {WAY_OUT}")
+                    raise PackingLeak(f"packing=thd is unsafe here: no boundaries reach {where}. {self.way_out}")
 
     def _run(self, ids_T: Tensor, lengths: tuple[int, ...]) -> Trace:
         """One row through the model: what each layer that mixes tokens made of it, and the logits."""
+        if not self.packed:
+            return [(type(self.model).__name__, self._side_by_side(ids_T, lengths))]
         trace: Trace = []
         running: list[nn.Module] = [self.model]
 
@@ -133,19 +158,44 @@ class Probe:
         hooks = [layer.register_forward_pre_hook(before) for layer in mixers(self.model)]
         hooks += [layer.register_forward_hook(after) for layer in mixers(self.model)]
         notice = reached.set(lambda what: self.reached.add((running[-1], what)))
+        inputs = boundaries(lengths, self.device)
         try:
-            logits = self.model(input_ids=ids_T[None], **boundaries(lengths, self.device)).logits
-            if logits.shape[1] != len(ids_T):
-                raise ValueError(f"{logits.shape[1]} logits for {len(ids_T)} tokens")
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            reason = str(error).strip().partition("\n")[0].rstrip(".")
-            name = type(running[-1]).__name__
-            raise PackingLeak(f"packing=thd: {name} cannot run a packed row: {reason}. {WAY_OUT}") from error
+            logits = self._call(lambda: self.model(input_ids=ids_T[None], **inputs).logits, running)
         finally:
             reached.reset(notice)
             for hook in hooks:
                 hook.remove()
+        if logits.shape[1] != len(ids_T):
+            raise self._cannot(running[-1], f"{logits.shape[1]} logits for {len(ids_T)} tokens")
         return [*trace, (type(self.model).__name__, logits[0])]
+
+    def _side_by_side(self, ids_T: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """Documents as rows of a batch, padded on the right as packing=padded does; logits of their tokens [T, V]."""
+        width = max(lengths)
+        rows = [nn.functional.pad(ids, (0, width - len(ids))) for ids in ids_T.split(lengths)]
+        length_B1 = torch.tensor(lengths, device=self.device)[:, None]
+        place_T = torch.arange(width, device=self.device)
+        inputs = {
+            "input_ids": torch.stack(rows),
+            "attention_mask": (place_T < length_B1).long(),
+            "position_ids": place_T.expand(len(rows), -1),
+            "use_cache": False,
+        }
+        logits_BTV = self._call(lambda: self.model(**inputs).logits)
+        return torch.cat([logits_TV[:n] for logits_TV, n in zip(logits_BTV, lengths, strict=True)])
+
+    def _call(self, call: Callable[[], Tensor], running: Sequence[nn.Module] = ()) -> Tensor:
+        """What `call` returns. Errors: PackingLeak in the words of whatever the model raises."""
+        try:
+            return call()
+        # An architecture that cannot be called so may raise anything.
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+            raise self._cannot(running[-1] if running else self.model, reason) from error
+
+    def _cannot(self, layer: nn.Module, reason: str) -> PackingLeak:
+        what = "a packed row" if self.packed else "a padded batch"
+        return PackingLeak(f"packing={self.mode}: {type(layer).__name__} cannot run {what}: {reason}. {self.way_out}")
 
     def _compare(
         self, expected: Trace, actual: Trace, what: str, tolerance: float | None = None, floor: float = 1e-30
@@ -158,8 +208,8 @@ class Probe:
             # Written so that NaN fails as well.
             if not relative <= tolerance:
                 raise PackingLeak(
-                    f"packing=thd is unsafe here: {name} leaks between documents ({what}, by {relative:.2g} "
-                    f"of the largest value; rounding stays under {tolerance:.0e}). {WAY_OUT}"
+                    f"packing={self.mode} is unsafe here: {name} leaks between documents ({what}, by {relative:.2g} "
+                    f"of the largest value; rounding stays under {tolerance:.0e}). {self.way_out}"
                 )
             largest = max(largest, relative)
         return largest

@@ -2,6 +2,7 @@
 
 python -m posttrain.models.survey packing                               # every causal language model of transformers
 python -m posttrain.models.survey packing qwen3_5 lfm2                  # these; exit status 1 if one is refused
+python -m posttrain.models.survey samples                               # which can be sampled from
 python -m posttrain.models.survey flops --path Qwen/Qwen3.5-4B --json   # one checkpoint: its config, no weights
 """
 
@@ -11,10 +12,10 @@ import argparse
 import sys
 
 from posttrain.errors import UserError
-from posttrain.models.survey import flops, packing
+from posttrain.models.survey import flops, packing, samples
 from posttrain.models.survey.tiny_models import builders
 
-TABLES = {"packing": packing, "flops": flops}
+TABLES = {"packing": packing, "flops": flops, "samples": samples}
 
 
 def arguments() -> argparse.Namespace:
@@ -23,7 +24,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    tables = parser.add_subparsers(dest="table", required=True, metavar="packing|flops")
+    tables = parser.add_subparsers(dest="table", required=True, metavar="packing|flops|samples")
     for name, table in TABLES.items():
         first, _, more = (table.__doc__ or "").partition("\n")
         one = tables.add_parser(

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from posttrain.errors import UserError
 from posttrain.models import gdn_packing
-from posttrain.models.packed.probe import WAY_OUT
+from posttrain.models.packed.probe import WAY_OUT, PackingLeak
 from posttrain.models.survey.tables import one_line, progress, show, summary, table
 from posttrain.models.survey.tiny_models import Builder
+from posttrain.models.thresholds import thresholds
 
 DOCUMENTS = (13, 2, 17)
 VERDICTS = ("packs", "refused", "not built")
@@ -70,12 +71,24 @@ def check(builders: dict[str, Builder]) -> list[Check]:
         model = builders[result.architecture]()
         try:
             gdn_packing.patch(model)
-            proof = gdn_packing.verify(model)
+            proof = gdn_packing.verify(model, longest=0)
+            result.reason = _only_up_to(model)
             result.difference, result.layers, result.kernels = proof.max_difference, proof.layers, proof.kernels
         # A UserError, or whatever an architecture raises that cannot be called so.
         except Exception as error:
             result.verdict, result.reason = "refused", _one_line(error)
     return checks
+
+
+def _only_up_to(model: PreTrainedModel) -> str | None:
+    """The length of a row up to which packing is right, None for any length."""
+    limits = thresholds(model.config.get_text_config(decoder=True))
+    try:
+        gdn_packing.verify(model)
+    except PackingLeak:
+        name, tokens = min(limits.items(), key=lambda item: item[1])
+        return f"in rows of up to {tokens:,} tokens ({name})"
+    return None
 
 
 def _one_line(error: Exception) -> str:
