@@ -13,7 +13,11 @@ from posttrain.config import JobConf
 
 CONF = ROOT / "conf"
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
-NEEDED = {"model=auto": ["model.path=somewhere"], "task=jsonl": ["task.path=train.jsonl"]}
+NEEDED = {
+    "model=auto": ["model.path=somewhere"],
+    "task=jsonl": ["task.path=train.jsonl"],
+    "task=hub": ["task.path=openai/gsm8k"],
+}
 
 
 def composer(tmp_path: Path, monkeypatch, capsys) -> Callable[..., tuple[int, list[JobConf], str]]:

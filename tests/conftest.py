@@ -27,7 +27,8 @@ SLOWEST = (
     "training/test_checkpoint.py", "training/test_sharding.py", "recipes/test_algorithms.py", "recipes/test_grpo.py",
     "metrics/test_mfu.py", "docs/test_commands.py", "recipes/test_failures.py", "training/test_reference.py",
     "command/test_launch.py", "test_notebooks.py", "recipes/test_sft.py", "test_same.py", "docs/test_newcomer.py",
-    "models/survey/test_survey_flops.py", "models/survey/test_survey_packing.py",
+    "models/test_multimodal.py", "recipes/test_preflight.py", "models/survey/test_survey_flops.py",
+    "models/survey/test_survey_packing.py",
 )  # fmt: skip
 
 

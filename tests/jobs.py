@@ -2,8 +2,8 @@
 
 What a command does beyond this (Hydra, the run directory, watching the ranks) has tests of its own.
 
-A fault is a function of this file: it puts a policy, a task or a sampler that misbehaves, or one that says what it is
-asked for, in the place of the real one, where the recipe asks for it. The recipe's own mathematics is never replaced.
+A fault is a function of this file: it makes the recipe's `prepare`, `make_task` or SAMPLERS give a policy, a task or a
+sampler that misbehaves, or one that says what it is asked for. The recipe's own mathematics is never replaced.
 """
 
 from __future__ import annotations

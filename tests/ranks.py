@@ -25,7 +25,7 @@ FORKS.set_forkserver_preload(["posttrain.run", "posttrain.rollout.sampler"])
 
 
 class Ended(NamedTuple):
-    status: int  # 0, or the largest of the ranks' exit statuses
+    status: int  # 0, or the largest of the ranks' exit statuses; of a signal its number
     output: str  # of all ranks, one after the other
 
 
@@ -41,6 +41,8 @@ def on_ranks(count: int, function: Callable[..., None], *arguments: Any, timeout
             ranks[-1].start()
         for process in ranks:
             process.join(max(0, latest - time.monotonic()))
+            if process.is_alive():
+                (Path(folder) / "output_late").write_text(f"killed after {timeout:g} s: {process.name}\n")
             process.kill()
             process.join()
         said = [output.read_text() for output in sorted(Path(folder).glob("output*"))]

@@ -27,7 +27,7 @@ def advantages(
     `cfg.advantage_scale`, of raw rewards, with Bessel's correction and `eps` added (TRL's 1e-4; verl has 1e-6):
         group, batch    the standard deviation of the group, of the step (TRL's scale_rewards)
         none            1 (Dr.GRPO)
-        batch_tokens    whitened over the completion tokens of the step, as many of each as `lengths_PG` says:
+        batch_tokens    whitened over the trained tokens of the step, as many of each as `lengths_PG` says:
                         (A - mean) / sqrt(variance + 1e-8), variance with Bessel's correction (verl's masked_whiten).
                         Takes away the mean over tokens too; a baseline of batch is then none at all (REINFORCE++)
 
@@ -83,7 +83,7 @@ def overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, cfg: OverlongCo
 
 
 def token_weights(lengths_C: Sequence[int], aggregation: Aggregation, max_new_tokens: int) -> list[float]:
-    """Each document's weight of its completion tokens, such that the step's loss is sum over tokens of weight * loss.
+    """Each document's weight of its trained tokens, such that the step's loss is sum over tokens of weight * loss.
 
     `lengths_C` are the completion lengths of the global batch, over all ranks and micro-batches: the loss is then
     normalised exactly, however they are split. A document of length 0 does not count and weighs 0.

@@ -33,7 +33,7 @@ def token_logprobs(
     """Logprobs of `row.targets_BK` and entropies (nats), both fp32 [B, K], of softmax(logits / temperature).
 
     `model` may be wrapped (FSDP2, DDP); `head` is what `find_head` said of it before. Logprobs have a gradient,
-    entropies with `entropy_gradient`. Only the positions that predict a completion token go through the head.
+    entropies with `entropy_gradient`. Only the positions that predict a trained token go through the head.
     """
     linear = head.linear
     if linear is None:

@@ -22,12 +22,17 @@ import torch.distributed as dist
 
 from posttrain import packing
 from posttrain.config import GRPOConf, MetricsName, TrainingConf
+from posttrain.errors import UserError
+from posttrain.metrics.first_step import suspicious
 from posttrain.metrics.step import performance_metrics, timed
 from posttrain.records import Group, MiniBatch
 from posttrain.rollout.evaluation import evaluate
+from posttrain.rollout.probe import prove_sampler
 from posttrain.tasks import Task
+from posttrain.tasks.references import score_answers
 from posttrain.tracking.tracker import Tracker, truncate_after
 from posttrain.training import checkpoint, optim
+from posttrain.training.export import export
 from posttrain.training.fsdp import from_all_ranks
 from posttrain.training.policy import Policy
 from posttrain.training.reference import Reference
@@ -46,15 +51,19 @@ class Run:
         self.facts = {
             **policy.facts,
             "world_size": dist.get_world_size(),
-            "task": {"train": len(task.train), "heldout": len(task.heldout), "dropped": task.dropped},
+            "task": {"train": len(task.train), "heldout": len(task.heldout), "dropped": dict(task.dropped)},
+            "template": task.template.facts(),
             "optim": {key: getattr(cfg.optim, key) for key in ("lr", "schedule", "warmup_steps")},
             "every": {
                 "evaluation": cfg.evaluation.every if cfg.evaluation.prompts else 0,
                 "checkpoint": cfg.checkpoint.every,
             },
         }
+        if isinstance(cfg, GRPOConf) or cfg.evaluation.prompts:
+            self.facts["sampler"] = prove_sampler(policy, cfg)
         if isinstance(cfg, GRPOConf):
             self.facts["max_staleness"] = cfg.rollout.max_staleness
+            self.facts["answers"] = score_answers(task, cfg.task).facts()
             room = packing.short_of_room(task.train, cfg.rollout.max_new_tokens, policy.longest)
             self.facts["packing"] = policy.facts["packing"] | {
                 "warnings": [*policy.facts["packing"]["warnings"], *room]
@@ -64,7 +73,10 @@ class Run:
             # Runs with metrics=none do without the import.
             from posttrain.metrics.mfu import make_meter
 
-            self.meter = make_meter(cfg.metrics, policy.model, policy.device, policy.dtype, dist.get_world_size())
+            # What is sampled for a later step takes this step's time.
+            ahead = isinstance(cfg, GRPOConf) and cfg.rollout.max_staleness > 0
+            where = policy.device, policy.dtype, dist.get_world_size()
+            self.meter = make_meter(cfg.metrics, policy.model, *where, ahead)
         self.facts["mfu"] = self.meter.summary() if self.meter else {"available": False, "reason": "metrics=none"}
 
         resumed = checkpoint.find(cfg.resume, run_dir)
@@ -156,10 +168,29 @@ class Run:
             found |= self.meter.metrics(self.seconds)
         self._tracker.log(self.step + 1, found)
         self._cold = False
+        if self.step == self.start:
+            self._look_at_first_step(found)
         if self.meter and self.meter.reason != self.facts["mfu"]["reason"]:
             # The meter failed in this step.
             self.facts["mfu"] = self.meter.summary()
             self._tracker.summary(mfu=self.facts["mfu"])
+
+    def _look_at_first_step(self, metrics: dict[str, Any]) -> None:
+        """Warn of suspicious values, or with `cfg.strict` raise RuntimeError. All ranks see the same values.
+
+        Raises UserError where no completion at all could be scored: more steps would train on nothing.
+        """
+        policy = self.policy
+        if metrics.get("frac_reward_unscorable") == 1:
+            raise UserError(
+                f"task={self.cfg.task.name}: no completion of the first step could be scored. The answers do not fit "
+                "the reward: look at task.answer_column, and type task.answer_reward=exact for answers in words"
+            )
+        ends = repr(policy.tokenizer.convert_ids_to_tokens(sorted(policy.end_ids)))
+        found = suspicious(metrics, self.cfg, policy.vocabulary, policy.dtype, ends)
+        self._tracker.warn("first step", found)
+        if found and self.cfg.strict:
+            raise RuntimeError("strict=true: " + "; ".join(found))
 
     def evaluate(self) -> dict[str, float]:
         """On the held-out problems; {} where there are none."""
@@ -197,6 +228,7 @@ class Run:
         if self._evaluated != self.step:
             self.evaluate()
         if self.cfg.checkpoint.export:
-            checkpoint.export(self.policy.accelerator, self.policy.model, self.policy.tokenizer, self.run_dir / "model")
+            policy, path = self.policy, self.run_dir / "model"
+            export(policy.accelerator, policy.model, policy.tokenizer, path, self.cfg.model)
         if self.meter:
             self._tracker.summary(mfu=self.meter.summary())

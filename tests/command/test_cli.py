@@ -27,6 +27,12 @@ def test_relative_paths_are_seen_from_where_they_were_typed(compose, tmp_path):
     _, (job,), _ = compose("task=jsonl", "task.path=data.jsonl", "model.path=Qwen/Qwen3.5-4B")
     assert job.task.path == str(tmp_path / "data.jsonl")
     assert job.model.path == "Qwen/Qwen3.5-4B"
+    listed = ("task.path=[data.jsonl,*.jsonl,none.csv]", "task.eval_path=[no,where]")
+    _, (job,), _ = compose("task=jsonl", *listed)
+    assert job.task.path == [str(tmp_path / "data.jsonl"), str(tmp_path / "*.jsonl"), "none.csv"]
+    assert job.task.eval_path == ["no", "where"]
+    _, (job,), _ = compose("task=hub", "task.path=openai/gsm8k", "task.config=main", "task.split='train[:9]'")
+    assert (job.task.path, job.task.split, job.task.eval_split) == ("openai/gsm8k", "train[:9]", None)
 
 
 @pytest.mark.parametrize(

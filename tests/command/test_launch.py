@@ -318,6 +318,17 @@ def test_directory_of_another_run(recipe, tmp_path):
     assert resumed[0] == 0 and facts(tmp_path / "here")[0]["seed"] == 9
 
 
+def test_the_directory_of_a_run_that_failed_before_its_first_record_is_free(recipe, tmp_path):
+    there = tmp_path / "here"
+    failed = run(recipe, "launch.nproc=1", "hydra.run.dir=here", "logger.project=mistake", cwd=tmp_path)
+    assert failed[0] == 2 and json.loads((there / "summary.json").read_text())["status"] == "failed"
+    again = run(recipe, "launch.nproc=1", "hydra.run.dir=here", "seed=9", cwd=tmp_path)
+    assert again[0] == 0 and facts(there)[0]["seed"] == 9, again
+    (there / "metrics.jsonl").write_text('{"step": 1}\n')
+    taken = run(recipe, "launch.nproc=1", "hydra.run.dir=here", cwd=tmp_path)
+    assert taken[0] == 2 and "holds a run already" in taken[2]
+
+
 def test_runs_of_the_same_second(recipe, tmp_path):
     parents = [start(sys.executable, recipe, "launch.nproc=1", f"seed={n}", cwd=tmp_path) for n in range(2)]
     assert [finish(parent)[0] for parent in parents] == [0, 0]

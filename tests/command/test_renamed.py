@@ -9,6 +9,8 @@ from posttrain.command.renamed import renamed
 from posttrain.config import RECIPES
 from posttrain.config.validation import changes
 
+GROUPS = {"algorithm", "task"}
+
 
 @pytest.fixture
 def compose(tmp_path, monkeypatch, capsys):
@@ -35,7 +37,7 @@ def compose(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_old_names(capsys, old, new):
-    assert renamed(["-m", old, "steps=3"]) == ["-m", new, "steps=3"]
+    assert renamed(["-m", old, "steps=3"], GROUPS) == ["-m", new, "steps=3"]
     assert capsys.readouterr().err == f"{old} is now {new}; the old name goes in version 0.2\n"
 
 
@@ -44,7 +46,21 @@ def test_old_names(capsys, old, new):
     ["loss", "loss/x=1", "lossy=1", "model.loss=1", "task.path=loss=1", "--config-dir=loss"],
 )
 def test_what_only_looks_like_an_old_name(capsys, argument):
-    assert renamed([argument]) == [argument] and capsys.readouterr().err == ""
+    assert renamed([argument], GROUPS) == [argument] and capsys.readouterr().err == ""
+
+
+def test_a_recipe_without_the_group_leaves_the_old_name_alone(compose, capsys):
+    assert renamed(["loss=dapo"], {"task"}) == ["loss=dapo"] and capsys.readouterr().err == ""
+    for recipe in RECIPES.keys() - {"grpo", "preflight"}:
+        for name in ("loss", "algorithm"):
+            status, jobs, err = compose(f"{name}=dapo", recipe=recipe)
+            assert (status, jobs) == (2, []) and err.startswith(f"recipes/{recipe}.py has no group {name}. There are:")
+            assert len(err.splitlines()) == 1
+
+
+def test_both_names_at_once_are_refused(compose):
+    status, _, err = compose("loss=dapo", "algorithm=grpo")
+    assert status == 2 and "leave one of them out" in err and len(err.splitlines()) == 1
 
 
 def test_a_command_line_of_before(compose):
@@ -77,12 +93,6 @@ def test_files_of_before(compose, tmp_path, kind, text, words):
     multirun = ["-m"] if kind == "sweep" else []
     status, jobs, err = compose(*multirun, "--config-dir", str(tmp_path), f"{kind}=mine")
     assert (status, jobs, len(err.splitlines())) == (2, [], 1) and all(word in err for word in words), err
-
-
-@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"grpo"}))
-def test_a_recipe_without_the_group(compose, recipe):
-    status, jobs, err = compose("loss=dapo", recipe=recipe)
-    assert (status, jobs) == (2, []) and "algorithm" in err.splitlines()[-1], err
 
 
 def test_a_job_of_before_is_resumed():

@@ -95,19 +95,35 @@ def test_the_table_of_algorithms_says_what_each_file_sets():
     assert {name: set(values or {}) for name, values in files.items()} == table
 
 
+def part_of(module, order):
+    """The row of a module, given as the names of its folders and its file."""
+    inner = "/".join(module[:2])
+    return inner if inner in order else module[0]
+
+
 def test_imports_go_up_the_table_of_architecture():
-    """A part imports itself and the rows above its own."""
-    rows = re.findall(r"^\| (`\w+[/.].*?) \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
-    order = {name: number for number, row in enumerate(rows) for name in re.findall(r"`(\w+)(?:/|\.py)`", row)}
+    """A part imports itself and the rows above its own. A folder in a folder that has a row is a part of its own."""
+    table = re.findall(r"^\| (`\w+[/.].*?) \|.*\| (.*?)\|$", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
+    rows = [row for row, _ in table]
+    order = {name: number for number, row in enumerate(rows) for name in re.findall(r"`([\w/]+?)(?:/|\.py)`", row)}
+    said = {number: set(re.findall(r"`([\w/]+?)(?:/|\.py)`", column)) for number, (_, column) in enumerate(table)}
+    used: dict[int, set[str]] = {number: set() for number in said}
     source = ROOT / "src/posttrain"
     assert {path.stem for path in source.iterdir() if not path.name.startswith(("__", "py.typed"))} <= order.keys()
     for file in source.rglob("*.py"):
-        part = file.relative_to(source).parts[0].removesuffix(".py")
+        part = part_of(file.relative_to(source).with_suffix("").parts, order)
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "posttrain":
-                whole = node.module == "posttrain"
-                for name in [each.name for each in node.names] if whole else [node.module.split(".")[1]]:
+                inner = node.module.split(".")[1:]
+                for name in [part_of(inner, order)] if inner else [each.name for each in node.names]:
                     assert name == part or order[name] < order[part], f"{file.relative_to(ROOT)} imports {name}"
+                    used[order[part]] |= {name} if order[name] != order[part] else set()
+            elif isinstance(node, ast.Import):
+                assert not any(each.name.startswith("posttrain") for each in node.names), "from posttrain... import"
+    for number, names in list(said.items())[1:]:
+        # Rows below import whatever they need: "all above".
+        if "all above" not in table[number][1]:
+            assert used[number] - {"records", "errors", "config"} == names, rows[number]
 
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)

@@ -83,7 +83,7 @@ def test_the_new_model_task_algorithm_and_engine_train(copy, llama, tmp_path):
     process = train(copy, tmp_path / "run", *new, *small, "evaluation.prompts=2", "checkpoint.export=false")
     assert process.returncode == 0, process.stdout
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["status"] == "completed" and summary["task"] == {"train": 900, "heldout": 100, "dropped": 0}
+    assert summary["status"] == "completed" and summary["task"] == {"train": 900, "heldout": 100, "dropped": {}}
     job = json.loads((tmp_path / "run/job.json").read_text())
     assert (job["model"]["architecture"], job["rollout"]["name"]) == ("llama", "copied")
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -81,9 +81,11 @@ def make_policy() -> Policy:
         head=head,
         end_ids=frozenset({256}),
         pad_id=257,
+        vocabulary=264,
         cost=cost,
         longest=longest,
         facts={},
+        small=None,
         learner=Learner(
             accelerator=accelerator,
             optimizer=KeepsGradients(model, optimizer),

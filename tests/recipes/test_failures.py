@@ -74,20 +74,26 @@ def test_any_causal_language_model_by_path(tmp_path):
     assert summary["mfu"]["available"]
 
 
-def test_a_model_that_would_leak_is_refused_for_thd_and_runs_padded_without_mfu(tmp_path, grpo):
-    """The same model shows what a failed sizing looks like: the run goes on, and the absence is in every place."""
+def test_a_model_that_would_leak_is_refused(tmp_path):
+    """Doge keeps the best keys of a row, padding among them."""
     from transformers import DogeConfig
 
-    path = save_untrained(tmp_path, DogeConfig(**SHAPE, keep_window_size=64), "doge")  # keeps the best keys of a row
+    path = save_untrained(tmp_path, DogeConfig(**SHAPE, keep_window_size=64), "doge")
     process, summary = run(tmp_path / "thd", "model=auto", f"model.path={path}")
     assert process.returncode == 2 and "DogeAttention leaks" in process.stdout and "packing=padded" in process.stdout
 
-    padded = grpo("model=auto", f"model.path={path}", "packing=padded")
-    assert padded.returncode == 0, padded.output
-    assert padded.summary["status"] == "completed" and not padded.summary["mfu"]["available"]
-    reason = padded.summary["mfu"]["reason"]
-    assert "DogeDecoderLayer" in reason and reason in padded.output
-    for record in padded.training:
+
+def test_a_model_that_cannot_be_sized_runs_without_mfu(tmp_path, grpo):
+    """The run goes on, and the absence is in every place."""
+    from transformers import DiffLlamaConfig
+
+    path = save_untrained(tmp_path, DiffLlamaConfig(**SHAPE), "diffllama")
+    run = grpo("model=auto", f"model.path={path}", "packing=padded")
+    assert run.returncode == 0, run.output
+    assert run.summary["status"] == "completed" and not run.summary["mfu"]["available"]
+    reason = run.summary["mfu"]["reason"]
+    assert "DiffLlamaAttention" in reason and reason in run.output
+    for record in run.training:
         assert record["perf/mfu_unavailable"] == 1 and "perf/mfu" not in record
 
 

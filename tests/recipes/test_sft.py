@@ -139,9 +139,16 @@ def test_a_score_to_stop_at_needs_evaluations_to_be_compared_with():
         assert ("type evaluation.every=10 as well" in message) is told
 
 
+def test_a_score_that_is_not_reached_stops_nothing(tmp_path):
+    options = ["init=true", "steps=2", "batch_size=4", "evaluation.prompts=4", "evaluation.every=1", "stop_at=0.99"]
+    (run,) = run_jobs(tmp_path / "jobs", [*options, "checkpoint.every=0", "checkpoint.export=false"], recipe="sft")
+    assert run.returncode == 0 and run.summary["steps"] == 2, run.output
+
+
 def test_supervised_steps_lower_the_loss_and_stop_early(tmp_path):
     directory = tmp_path / "run"
     options = ["init=true", "steps=6", "batch_size=32", "evaluation.prompts=8", "evaluation.every=3", "stop_at=0"]
+    options.append("checkpoint.every=3")
     process = command("sft", *options, "launch.nproc=2", f"hydra.run.dir={directory}")
     assert process.returncode == 0, process.stdout
     summary = json.loads((directory / "summary.json").read_text())
@@ -154,3 +161,5 @@ def test_supervised_steps_lower_the_loss_and_stop_early(tmp_path):
         and summary["packing"]["verified"]
     )
     assert (directory / "model" / "model.safetensors").exists()
+    # The checkpoint of the step at which it stopped: a run that resumes there has nothing to do again.
+    assert (directory / "checkpoints" / "step_00000003").exists()

@@ -21,7 +21,7 @@ def timeless(run):
 @pytest.fixture(scope="module")
 def ahead(tmp_path_factory):
     """One step ahead of training, without checkpoints."""
-    overrides = ["rollout.max_staleness=1", "steps=4", "evaluation.prompts=0"]
+    overrides = ["rollout.max_staleness=1", "steps=4", "evaluation.prompts=0", "metrics.peak_tflops=1000"]
     (run,) = run_jobs(tmp_path_factory.mktemp("ahead") / "jobs", overrides, fault="told_sampler")
     assert run.returncode == 0, run.output
     return run
@@ -41,6 +41,15 @@ def test_rollouts_are_of_the_weights_one_step_before(ahead):
     assert [record["rollout/staleness"] for record in ahead.training] == [0, 1, 1, 1]
     asked = said(ahead, "asked")
     assert [(each["step"], each["version"]) for each in asked] == [(0, 0), (1, 0), (2, 1), (3, 2)]
+
+
+def test_what_is_sampled_ahead_has_flops_and_no_rate(ahead):
+    """The last step samples nothing: its rollouts over its time would be a rate of no device."""
+    for record in ahead.training:
+        assert record["perf/flops_rollout"] > 0 and "perf/mfu_rollout" not in record
+        timed = sum(record.get(f"perf/flops_{phase}", 0) for phase in ("update", "metrics", "logprobs"))
+        assert record["perf/mfu"] > 0 and "perf/mfu_unavailable" not in record
+        assert record["perf/mfu_step"] == pytest.approx(timed / record["perf/step_time"] / 1e15)
 
 
 def test_the_same_problems_are_asked_for_and_only_the_weights_are_older(ahead, tmp_path):

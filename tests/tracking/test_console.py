@@ -9,7 +9,7 @@ FACTS = {
     "parameters": 4_000_000_000,
     "world_size": 2,
     "device": "cpu",
-    "task": {"train": 10, "heldout": 5, "dropped": 0},
+    "task": {"train": 10, "heldout": 5, "dropped": {}},
     "optim": {"lr": 1e-6, "schedule": "constant", "warmup_steps": 10},
     "every": {"evaluation": 0, "checkpoint": 100},
     "max_staleness": 0,
@@ -49,6 +49,21 @@ def test_pauses_and_staleness():
     assert found["pauses"].strip() == "evaluation every 50 steps, checkpoint every step"
     assert found["sampling"].strip() == "at most 2 steps ahead of training"
     assert "pauses" not in rows(every={"evaluation": 0, "checkpoint": 0})
+
+
+def test_what_was_dropped_and_what_the_template_does():
+    """Nothing is said of a tokenizer without a chat template."""
+    assert not {"dropped", "turn end", "system", "prompts"} & rows().keys()
+    plain = {"header": "", "turn_ends": [], "system": "", "warnings": []}
+    assert not {"turn end", "system", "prompts"} & rows(template=plain).keys()
+    dropped = {"no answer": 1_200, "longer than task.max_prompt_tokens": 3}
+    template = {"header": "<a>", "turn_ends": ["<end>"], "system": "a turn of its own", "warnings": ["one", "two"]}
+    found = rows(task=FACTS["task"] | {"dropped": dropped}, template=template)
+    assert found["task"].strip() == "10 train, 5 heldout"
+    assert found["dropped"].strip() == "1,203 rows: 1,200 no answer, 3 longer than task.max_prompt_tokens"
+    assert found["turn end"].strip() == "<end>, by the chat template"
+    assert found["system"].strip() == "the system prompt is a turn of its own"
+    assert found["prompts"].strip() == "warning: one; two"
 
 
 def test_a_recipe_that_does_not_train_has_no_such_rows():

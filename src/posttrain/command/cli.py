@@ -7,6 +7,8 @@ instant.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import glob
 import logging
 import os
 import sys
@@ -24,7 +26,7 @@ from posttrain.command import launch, rank
 from posttrain.command.explain import complain, help_text
 from posttrain.command.renamed import renamed
 from posttrain.command.run_directory import claim
-from posttrain.config import RECIPES, JobConf
+from posttrain.config import RECIPES, JobConf, PreflightConf
 from posttrain.config.algorithm_rules import idle
 from posttrain.config.rules import problems
 from posttrain.config.task import TASKS
@@ -52,7 +54,13 @@ def main(recipe_file: str) -> NoReturn:
 def _read_command_line(recipe: Path, run_job: Callable[[DictConfig], int]) -> int:
     """Let Hydra call `run_job` for every job; the exit status, after saying why it is not 0."""
     conf = recipe.parents[1] / "conf"
-    sys.argv[1:] = renamed(sys.argv[1:])
+    try:
+        sys.argv[1:] = renamed(sys.argv[1:], {each.name for each in dataclasses.fields(RECIPES[recipe.stem])})
+    except UserError as error:
+        return complain(error, recipe.stem, debug=False)
+    if recipe.stem == "preflight":
+        # Programs ask for JSON in this way everywhere.
+        sys.argv[1:] = ["json=true" if argument == "--json" else argument for argument in sys.argv[1:]]
     if {"-h", "--help"} & set(sys.argv):
         print(help_text(recipe.stem, conf))
         return 0
@@ -119,6 +127,9 @@ def _launch(recipe: Path, cfg: DictConfig) -> int:
     gpus = launch.visible_gpus()
     nproc = cfg.launch.nproc if isinstance(cfg.launch.nproc, int) else gpus or 1
     job, values = _checked(recipe.stem, cfg, nproc)
+    if isinstance(job, PreflightConf):
+        # It looks at a job of any number of ranks, and is itself one.
+        nproc = 1
     if 0 < gpus < nproc:
         raise UserError(
             f"launch.nproc={nproc}: this machine shows {gpus} GPU{'s' * (gpus > 1)}; type launch.nproc=auto, "
@@ -183,7 +194,11 @@ def _checked(recipe: str, cfg: DictConfig, world: int) -> tuple[JobConf, dict[st
     return job, values
 
 
-def _absolute(path: str | None) -> str | None:
-    """A path that exists, seen from where the user typed it; anything else (a hub name) as it is."""
-    local = Path(HydraConfig.get().runtime.cwd, os.path.expanduser(path or ""))
-    return str(local) if path and local.exists() else path
+def _absolute(path: Any) -> Any:
+    """A path that exists, seen from where the user typed it; anything else (a hub name) as it is. Of a list, each."""
+    if isinstance(path, list):
+        return [_absolute(each) for each in path]
+    if not isinstance(path, str) or not path:
+        return path
+    local = Path(HydraConfig.get().runtime.cwd, os.path.expanduser(path))
+    return str(local) if local.exists() or glob.glob(str(local), recursive=True) else path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import sys
@@ -52,10 +53,14 @@ def help_text(recipe: str, conf: Path) -> str:
 def _keys(recipe: str) -> list[tuple[str, str, str]]:
     """Key, default and meaning of all values, and of the values that only some tasks have."""
     found = rows(RECIPES[recipe])
-    for schema in dict.fromkeys(TASKS.values()):
-        tasks = " and ".join(name for name, each in TASKS.items() if each is schema)
-        own = [row for row in rows(schema, "task.") if row not in found]
-        found += [(key, default, f"{meaning} (task={tasks})") for key, default, meaning in own]
+    # Tasks share options: each line names all that have it.
+    tasks: dict[tuple[str, str, str], list[str]] = {}
+    for name, schema in TASKS.items():
+        for row in rows(schema, "task."):
+            tasks.setdefault(row, []).append(name)
+    for (key, default, meaning), names in tasks.items():
+        if (key, default, meaning) not in found:
+            found.append((key, default, f"{meaning} (task={', '.join(names)})"))
     return found
 
 
@@ -87,7 +92,11 @@ def _explain(error: Exception, recipe: str) -> str:
     if found := re.search(r"Could not find '(.+)/(.+?)'\n\nAvailable options in .*:\n((?:\t.*\n)+)", text):
         group, option, options = found[1], found[2], found[3].split()
         return f"{group}={option}: no option{did_you_mean(option, options)} There are: {', '.join(options)}"
-    if (found := re.search(r"Could not (?:override|find) '/?(\w+)[/@']", text)) and found[1] in RENAMED:
+    known_groups = [each.name for each in dataclasses.fields(RECIPES[recipe])]
+    found = re.search(r"Could not (?:override|find) '/?(\w+)[/@']", text)
+    if found and (new := RENAMED.get(found[1], found[1])) in RENAMED.values() and new not in known_groups:
+        return f"{file}recipes/{recipe}.py has no group {found[1]}. There are: {', '.join(known_groups)}"
+    if found and found[1] in RENAMED:
         new = RENAMED[found[1]]
         return f"{file}the group {found[1]} is now {new}: type {new}=..., in a defaults list `override /{new}: ...`"
     found = re.search(r"Key '.+' not in '(\w+)'\n\s+full_key: (\S+)", text)

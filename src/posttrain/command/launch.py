@@ -65,7 +65,7 @@ def start_ranks(recipe: Path, run_dir: Path, cfg: JobConf, nproc: int) -> int:
         finally:
             _end(ranks)
     if not any(codes):
-        return 0
+        return verdict(run_dir)
     status, message = _why(run_dir, codes, cfg.debug)
     print(message, file=sys.stderr)
     close_run(run_dir, "failed", message)
@@ -183,6 +183,13 @@ def rank_errors(run_dir: Path) -> list[dict[str, Any]]:
     """The exceptions that ranks of this run reported, the earliest first."""
     errors = [json.loads(path.read_text()) for path in (run_dir / "logs").glob("rank*.error.json")]
     return sorted(errors, key=lambda error: error["time"])
+
+
+def verdict(run_dir: Path) -> int:
+    """The exit status of a run that ended well: a recipe that gives a verdict leaves it in summary.json."""
+    from posttrain.tracking.tracker import read_summary
+
+    return int(read_summary(run_dir).get("exit_status", 0))
 
 
 def close_run(run_dir: Path, status: str, error: str | None) -> None:

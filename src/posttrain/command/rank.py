@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from posttrain.command.launch import close_run, rank_errors, threads, visible_gpus
+from posttrain.command.launch import close_run, rank_errors, threads, verdict, visible_gpus
 from posttrain.config import JobConf
 from posttrain.config.validation import typed
 from posttrain.errors import UserError
@@ -91,7 +91,7 @@ def join(recipe: Path, read_command_line: Callable[[], dict[str, Any]]) -> NoRet
             print(errors[0]["traceback" if cfg.debug else "message"], file=terminal)
         if rank == 0:
             close_run(run_dir, "failed", errors[0]["message"])
-    _leave(status)
+    _leave(status or verdict(run_dir))
 
 
 def start_process_group(timeout_s: float, store: Store | None = None) -> None:

@@ -43,7 +43,8 @@ def claim(cfg: DictConfig, values: dict[str, Any]) -> tuple[Path, int]:
         run_dir = wanted.with_name(f"{wanted.name}_{attempt}") if attempt else wanted
         run_dir.mkdir(parents=True, exist_ok=True)
         try:
-            lock = os.open(run_dir / "job.json", os.O_RDWR | os.O_CREAT | (0 if resume else os.O_EXCL), 0o666)
+            taken = not resume and not _never_began(run_dir)
+            lock = os.open(run_dir / "job.json", os.O_RDWR | os.O_CREAT | (os.O_EXCL if taken else 0), 0o666)
         except FileExistsError:
             if chosen:
                 advice = ", or type resume=auto to go on with it" * ("resume" in values)
@@ -68,6 +69,14 @@ def claim(cfg: DictConfig, values: dict[str, Any]) -> tuple[Path, int]:
     os.write(lock, json.dumps(values, indent=1).encode())
     OmegaConf.save(cfg, run_dir / "config.yaml")
     return run_dir, lock
+
+
+def _never_began(run_dir: Path) -> bool:
+    """Did the run in this directory fail before its first record? Then another one may have its place."""
+    records, summary = run_dir / "metrics.jsonl", run_dir / "summary.json"
+    if any(run_dir.glob("checkpoints/step_*")) or (records.exists() and records.stat().st_size):
+        return False
+    return summary.exists() and json.loads(summary.read_text()).get("status") == "failed"
 
 
 def _say_what_changes(resumed: Path, values: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ class PackingConf:
     mode: PackingMode = MISSING  # how documents fill a micro-batch
     tokens_per_row: int = 4096  # budget of a micro-batch: its activations take memory. A longer document has its own
     pad_multiple: int = 1  # each row's length is rounded up to a multiple of this, by one padding document
-    verify: bool = True  # thd only: prove at start, on a small copy of the layers, that documents do not leak
+    verify: bool = True  # prove at start, on a small copy of the layers, that documents do not leak
 
 
 @dataclass
@@ -95,6 +95,7 @@ class TokenMetricsConf(MetricsConf):
 class SamplingConf:
     top_p: float = 1.0  # the least probable tokens, beyond this sum of probabilities, are not sampled; 1: all are
     max_new_tokens: int = 256  # the longest completion; conf/ lets it follow task.max_new_tokens
+    verify: bool = True  # prove at start, on a small copy of the model, that what is sampled has the model's logprobs
     batch_size: int = 256  # sequences decoded together on one rank, but at least one prompt's group
 
 
@@ -177,6 +178,7 @@ class TrainingConf(JobConf):
     logger: LoggerConf = field(default_factory=LoggerConf)
     checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
     steps: int = 200  # optimizer steps
+    strict: bool = False  # what is suspicious in the first step ends the run with exit status 1
     resume: str | None = None  # auto: the newest checkpoint in this hydra.run.dir; or a run or checkpoint directory
 
 
@@ -196,8 +198,14 @@ class GRPOConf(TrainingConf):
     prompts_per_step: int = 32  # over all ranks, any number; each prompt gets rollout.group_size completions
 
 
+@dataclass
+class PreflightConf(GRPOConf):
+    json: bool = False  # print the report as JSON; --json does the same
+    memory_gb: float | None = None  # of one device, to compare the estimate with; null: of this machine's
+
+
 EvaluateConf = JobConf
-RECIPES = {"grpo": GRPOConf, "sft": SFTConf, "evaluate": EvaluateConf}
+RECIPES = {"grpo": GRPOConf, "sft": SFTConf, "evaluate": EvaluateConf, "preflight": PreflightConf}
 
 
 def hybrid_shard_size(cfg: FSDPConf, world: int) -> int:

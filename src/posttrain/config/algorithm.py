@@ -34,7 +34,7 @@ class AdvantageScale(StrEnum):
 
     group = "group"  # the standard deviation of its group (GRPO)
     batch = "batch"  # the standard deviation of all rewards of the step
-    batch_tokens = "batch_tokens"  # whitened over all completion tokens of the step (REINFORCE++)
+    batch_tokens = "batch_tokens"  # whitened over all trained tokens of the step (REINFORCE++)
     none = "none"  # Dr.GRPO
 
 

@@ -35,9 +35,10 @@ class Meter:
     """Counts FLOPs between two calls of `metrics`. `reason` says why there is no MFU, None while there is."""
 
     def __init__(
-        self, conf: MetricsConf, model: nn.Module, device: torch.device, dtype: torch.dtype, devices: int
+        self, conf: MetricsConf, model: nn.Module, device: torch.device, dtype: torch.dtype, devices: int, ahead: bool
     ) -> None:
         self.devices = devices
+        self.ahead = ahead  # a step's rollouts are sampled in the time of another one, so they have no rate
         self.reason: str | None = None
         self.peak_tflops: float | None = None
         self.peak_source: str | None = None
@@ -115,12 +116,14 @@ class Meter:
 
         flops = {phase: count for phase, count in self._flops.items() if count}
         values = {f"perf/flops_{phase}": count for phase, count in flops.items()}
-        rates = {f"mfu_{phase}": tflops(phase, count) for phase, count in flops.items() if phase != "update"}
+        # In the time of this step.
+        timed = {phase: count for phase, count in flops.items() if not (self.ahead and phase == "rollout")}
+        rates = {f"mfu_{phase}": tflops(phase, count) for phase, count in timed.items() if phase != "update"}
         if "update" in flops:
             rates["mfu"] = values["perf/tflops_per_device"] = tflops("update", flops["update"])
             rates["hfu"] = tflops("update", self._hardware)
-        if flops:
-            rates["mfu_step"] = tflops("step", sum(flops.values()))
+        if timed:
+            rates["mfu_step"] = tflops("step", sum(timed.values()))
         if self.peak_tflops and rates and (highest := max(rates.values())) > self.peak_tflops:
             self._no_peak(f"{highest:.3g} TFLOP/s a device is above the peak of {self.peak_tflops:.3g}")
         return values | {f"perf/{name}": rate / self.peak_tflops for name, rate in rates.items() if self.peak_tflops}
@@ -155,10 +158,18 @@ class Meter:
 
 
 def make_meter(
-    conf: MetricsConf, model: nn.Module, device: torch.device | str, dtype: torch.dtype, world_size: int
+    conf: MetricsConf,
+    model: nn.Module,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    world_size: int,
+    ahead: bool = False,
 ) -> Meter:
-    """A meter for `world_size` devices like this one. Never raises: a meter that failed is off."""
-    return Meter(conf, model, torch.device(device), dtype, world_size)
+    """A meter for `world_size` devices like this one; `ahead`: sampling runs ahead of the step that it is billed to.
+
+    Never raises: a meter that failed is off.
+    """
+    return Meter(conf, model, torch.device(device), dtype, world_size, ahead)
 
 
 def _both(one: Work, other: Work) -> Work:

@@ -12,6 +12,8 @@ SMALL, LOW = 10_000_000, 1e-5  # models of fewer parameters hardly move at learn
 def banner(summary: Mapping[str, Any]) -> str:
     """The facts that a run starts with, a row a fact; what its recipe did not report has no row."""
     rows = {"model": f"{summary['model']}, {summary['parameters']:,} parameters"}
+    if notes := summary.get("checkpoint"):
+        rows["checkpoint"] = "; ".join(notes)
     ranks, threads = summary["world_size"], os.environ.get("OMP_NUM_THREADS", "?")
     rows["ranks"] = f"{ranks} x {summary['device']}, {threads} thread{'s' * (threads != '1')} each"
     if "sharding" in summary:
@@ -20,12 +22,19 @@ def banner(summary: Mapping[str, Any]) -> str:
         rows |= _packing_rows(summary["packing"])
     if optim := summary.get("optim"):
         rows["optimizer"] = _optimizer(optim, summary["parameters"])
+    if sampler := summary.get("sampler"):
+        rows["sampler"] = _proof(sampler, " nats") if sampler["verified"] else f"NOT verified ({sampler['reason']})"
     if ahead := summary.get("max_staleness"):
         rows["sampling"] = f"at most {_steps(ahead)} ahead of training"
     task = summary["task"]
     rows["task"] = ", ".join(f"{count:,} {split}" for split, count in task.items() if split != "dropped")
-    if task["dropped"]:
-        rows["dropped"] = f"{task['dropped']:,} prompts, empty or longer than task.max_prompt_tokens"
+    if dropped := task["dropped"]:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+        rows["dropped"] = f"{sum(dropped.values()):,} rows: {reasons}"
+    if template := summary.get("template"):
+        rows |= _template_rows(template)
+    if answers := (summary.get("answers") or {}).get("warnings"):
+        rows["answers"] = "warning: " + "; ".join(answers)
     if every := {pause: n for pause, n in summary.get("every", {}).items() if n}:
         rows["pauses"] = ", ".join(f"{pause} every {_steps(n).removeprefix('1 ')}" for pause, n in every.items())
     if summary.get("resumed_from"):
@@ -37,6 +46,18 @@ def banner(summary: Mapping[str, Any]) -> str:
             else f"no MFU: {mfu['reason']}"
         )
     return table(rows)
+
+
+def _template_rows(template: Mapping[str, Any]) -> dict[str, str]:
+    """What the chat template does; nothing where there is none."""
+    rows = {}
+    if template["turn_ends"]:
+        rows["turn end"] = f"{' '.join(template['turn_ends'])}, by the chat template"
+    if template["system"]:
+        rows["system"] = f"the system prompt is {template['system']}"
+    if template["warnings"]:
+        rows["prompts"] = "warning: " + "; ".join(template["warnings"])
+    return rows
 
 
 def _optimizer(optim: Mapping[str, Any], parameters: int) -> str:
@@ -53,10 +74,8 @@ def _steps(steps: int) -> str:
 
 
 def _packing_rows(packing: Mapping[str, Any]) -> dict[str, str]:
-    if packing["mode"] == "padded":
-        proof = "one document a row"
-    elif packing["verified"]:
-        proof = f"verified: largest difference {packing['max_difference']:.1e}, allowed {packing['tolerance']:.0e}"
+    if packing["verified"]:
+        proof = _proof(packing)
     else:
         proof = "NOT verified (packing.verify=false)"
     rows = {"packing": f"{packing['mode']}, {proof}"}
@@ -64,6 +83,10 @@ def _packing_rows(packing: Mapping[str, Any]) -> dict[str, str]:
     if packing["warnings"]:
         rows["warning"] = "; ".join(packing["warnings"])
     return rows
+
+
+def _proof(found: Mapping[str, Any], unit: str = "") -> str:
+    return f"verified: largest difference {found['max_difference']:.1e}, allowed {found['tolerance']:.0e}{unit}"
 
 
 def closing(summary: Mapping[str, Any]) -> str:

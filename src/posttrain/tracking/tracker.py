@@ -88,6 +88,14 @@ class Tracker:
             self._say_if_wandb_failed()
         self._show(step, numbers)
 
+    def warn(self, of: str, warnings: list[str]) -> None:
+        """Say each warning on a line of its own, and keep them in summary.json."""
+        if not self._open:
+            return
+        for warning in warnings:
+            self._print(f"warning ({of}): {warning}")
+        merge_summary(self.run_dir, warnings={**read_summary(self.run_dir).get("warnings", {}), of: warnings})
+
     def summary(self, **fields: Any) -> None:
         """Merge fields into summary.json."""
         if self._open:
@@ -155,9 +163,18 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 def merge_summary(run_dir: Path, **fields: Any) -> dict[str, Any]:
     """Merge fields into summary.json, which is whole at any moment."""
-    summary = read_summary(run_dir) | fields
-    _write(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    summary: dict[str, Any] = finite(read_summary(run_dir) | fields)
+    _write(run_dir / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return summary
+
+
+def finite(value: Any) -> Any:
+    """The same nested lists and dicts with null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def close_summary(run_dir: Path, status: str, error: str | None = None) -> dict[str, Any]:
