@@ -77,7 +77,8 @@ def check_same_logits(whole: PreTrainedConfig, path: str) -> None:
             for name, tensor in both.state_dict().items()
             if name.startswith(prefix)
         }
-        inner["lm_head.weight"] = both.get_output_embeddings().weight
+        head = head_name(held, "lm_head.weight")
+        inner["lm_head.weight"] = both.get_input_embeddings().weight if head is None else both.state_dict()[head]
         text.load_state_dict(inner, strict=False)
         found_BTV = text(input_ids=ids_BT).logits
     difference = float((found_BTV - wanted_BTV).abs().max() / wanted_BTV.abs().max())
