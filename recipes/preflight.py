@@ -172,7 +172,7 @@ def prove_sampler(model: PreTrainedModel, cfg: PreflightConf, part: Part) -> Non
     if small is None:
         part.warnings.append("no small copy can be made of this model: not proved")
         return
-    proof = verify_sampler(small, cfg.rollout, cfg.rollout.group_size)
+    proof = verify_sampler(small, cfg.rollout)
     part.lines.append(
         f"logprobs are the model's to {proof.max_difference:.1e} nats "
         f"(allowed {proof.tolerance:.0e})"

@@ -39,21 +39,22 @@ class SamplerProof:
     seconds: float
 
 
-def verify_sampler(model: PreTrainedModel, cfg: SamplingConf, group_size: int = 1) -> SamplerProof:
+def verify_sampler(model: PreTrainedModel, cfg: SamplingConf) -> SamplerProof:
     """Sample from `model`, a tiny copy of the one to be proved, as the run will, and compare with plain forwards.
 
     Errors: UserError, one line with the way out, where the logprobs are not the model's.
     """
     began, name = time.perf_counter(), type(model).__name__
     dtype = next(model.parameters()).dtype
-    padded = cfg.batch_size > group_size
+    # An evaluation decodes one sample of each prompt, so that any larger batch has several prompts.
+    padded = cfg.batch_size > 1
     difference = reported(model, padded)
     if not isinstance(difference, float) or not difference <= TOLERANCE[dtype]:
         found = difference if isinstance(difference, str) else f"logprobs are off by {difference:.2g} nats"
         if padded and isinstance(alone := reported(model, False), float) and alone <= TOLERANCE[dtype]:
             raise UserError(
                 f"{name} cannot sample prompts of different lengths in one batch: {found}. "
-                f"One prompt a batch is right: type rollout.batch_size={group_size}"
+                "One prompt a batch is right: type rollout.batch_size=1"
             )
         raise UserError(f"{name} cannot be sampled from with a cache: {found}. Take another model")
     return SamplerProof(
@@ -66,8 +67,7 @@ def prove_sampler(policy: Policy, cfg: JobConf) -> dict[str, Any]:
     if not cfg.rollout.verify or policy.small is None:
         why = "rollout.verify=false" if not cfg.rollout.verify else "the model has no small copy"
         return {"verified": False, "reason": why}
-    groups = cfg.rollout.group_size if isinstance(cfg.rollout, RolloutConf) else 1
-    return {"verified": True, **asdict(verify_sampler(policy.small, cfg.rollout, groups))}
+    return {"verified": True, **asdict(verify_sampler(policy.small, cfg.rollout))}
 
 
 @torch.no_grad()
