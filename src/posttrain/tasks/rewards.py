@@ -30,33 +30,45 @@ def numeric(completion: str, answer: str, finished: bool) -> float | None:
 
 
 def math(completion: str, answer: str, finished: bool) -> float | None:
-    """As `numeric` for an answer that is a plain number; any other is compared as mathematics (math-verify).
+    """As `numeric` where both are plain numbers; anything else is compared as mathematics (math-verify).
 
     None if the answer cannot be read as mathematics.
+
+    Raises:
+        UserError: math-verify is needed and does not start.
     """
     written, said = _final_text(answer), _final_text(completion)
-    target, found = numbers.plain(written), numbers.plain(said)
+    target = numbers.plain(written)
+    found = numbers.plain(said) or (numbers.final(completion) if target is not None else None)
     if target is not None and found is not None:
         return float(numbers.equal(found, target))
-    if target is not None and numeric(completion, answer, finished):
-        return 1.0
     if target is None and not JUDGE.readable(written):
         return None
     return float(JUDGE.equal(said, written))
 
 
 def _final_text(text: str) -> str:
-    """The answer's part of a solution: after the last ####, in the last \\boxed{}, or the last line."""
+    """The answer's part of a solution: after the last ####, in the last \\boxed{}, or the last line of mathematics."""
+    text = text[-numbers.LONGEST :]
     if "####" in text:
         return text.rpartition("####")[2].strip()
     if (boxed := numbers.in_box(text)) is not None:
-        return boxed
-    lines = [line for line in text.strip().splitlines() if line.strip()]
+        return boxed.strip()
+    # A displayed formula is one line.
+    text = re.sub(r"\\\[([^\[\]]{0,1000})\\\]|\$\$([^$]{0,1000})\$\$", _on_one_line, text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    formulas = [line for line in lines if re.search(r"[\d$\\=√π^]", line)]
+    last = (formulas or lines or [""])[-1]
+    # A solution's "The answer is" leads to its answer.
     return (
-        re.sub(r"^.*\b(?:answer|result) (?:is|:)\s*", "", lines[-1], flags=re.IGNORECASE).strip().rstrip(".")
-        if lines
-        else ""
+        re.split(r"\b(?:answer|result)\W{0,4}(?:is\b|:)[\s:*]*", last, flags=re.IGNORECASE)[-1]
+        .lstrip(" *")
+        .rstrip(" .*")
     )
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    return f"$${' '.join((found[1] or found[2] or '').split())}$$"
 
 
 def integer_format(completion: str, answer: str, finished: bool) -> float:
