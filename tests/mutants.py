@@ -15,9 +15,11 @@ suite that starts processes, and a good part of them equivalent to the code that
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -80,21 +82,27 @@ def code_files() -> Iterator[str]:
                 yield str(path.relative_to(ROOT))
 
 
-def run_tests(copy: Path, tests: str) -> tuple[int, str]:
-    """pytest's exit status and output in a copy of the project; a hang counts as a failure."""
+def run_tests(copy: Path, tests: str) -> tuple[int | None, str]:
+    """pytest's exit status and output in a copy of the project; None says that it hung."""
     environment = os.environ | {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "0", *shlex.split(tests)]
+    pytest = subprocess.Popen(
+        command, cwd=copy, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            command, cwd=copy, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=TIMEOUT_S,
-        )  # fmt: skip
+        output, _ = pytest.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return 1, "timed out"
-    return done.returncode, done.stdout
+        return None, f"hung for {TIMEOUT_S} s"
+    finally:
+        # Ranks that a hanging test started are of its session.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pytest.pid, signal.SIGKILL)
+        pytest.wait()
+    return pytest.returncode, output
 
 
-def plant(copy: Path, fault: Fault) -> tuple[int, str]:
+def plant(copy: Path, fault: Fault) -> tuple[int | None, str]:
     path = copy / fault.file
     before = path.read_text()
     path.write_text(before.replace(fault.old, fault.new))
@@ -152,15 +160,16 @@ def main() -> int:
         suites = sorted({fault.tests for fault in todo})
         for suite, (status, output) in zip(suites, pool.map(lambda s: in_a_copy(run_tests, s), suites), strict=True):
             print(f"without a fault: {suite}: {'passed' if status == 0 else output[-2000:]}", flush=True)
-            if status:
+            if status != 0:
                 return 2
         results = pool.map(lambda fault: in_a_copy(plant, fault), todo)
         lived = []
         for number, (fault, (status, _)) in enumerate(zip(todo, results, strict=True), 1):
-            verdict = "lived" if status == 0 else "noticed"
-            expected = f" (as expected: {fault.lives})" if fault.lives and status == 0 else ""
+            # A hang names nothing: no test has noticed.
+            verdict = {0: "lived", None: "hung"}.get(status, "noticed")
+            expected = f" (as expected: {fault.lives})" if fault.lives and not status else ""
             print(f"{number}/{len(todo)} {verdict}{expected}  {fault}", flush=True)
-            if status == 0:
+            if not status:
                 lived.append(fault)
     return report(todo, lived)
 

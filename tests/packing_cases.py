@@ -6,6 +6,7 @@ A document of n tokens is one entry of a tuple; a row is the tuple. Masks are st
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 
 import torch
@@ -103,7 +104,7 @@ def masked(mask: str, number: int, advantage: float, weight: float, vocabulary: 
         trained=trained,
         logprobs=tuple(-draw.randrange(64, 400) / 64 if own else float("nan") for own in trained),
         versions=tuple(0 if own else -1 for own in trained),
-        turns=(),
+        turns=tuple(found.span() for found in re.finditer("1+", mask)),
         finish_reason="stop",
     )
     return Document(rollout=rollout, advantage=advantage, weight=weight, index=number)

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+# An end token was sampled, or the room for new tokens was used up.
+FINISH_REASONS = ("stop", "length")
 Messages = tuple[Mapping[str, Any], ...]  # of a chat: {"role": ..., "content": ...}
 
 
@@ -56,7 +58,8 @@ class Rollout:
             turns=((2, 4), (5, 6)), finish_reason="stop",
         )
 
-    Raises ValueError where the entries do not fit the ids, or the first token, which nothing predicts, is trained on.
+    Raises ValueError where the entries do not fit the ids or each other: no ids, entries of another number, the first
+    token trained on, which nothing predicts, a trained token outside the turns, turns that overlap or lie outside.
     """
 
     group: int  # the problem's place in the step; its samples share it
@@ -66,15 +69,27 @@ class Rollout:
     logprobs: tuple[float, ...]  # of the distribution that the token was sampled from; 0 where it was not
     versions: tuple[int, ...]  # the step whose weights sampled the token, from 0; -1 where it was not sampled
     turns: tuple[tuple[int, int], ...]  # first and end position of each turn that the model wrote
-    finish_reason: str  # "stop": an end token was sampled; "length": the room for new tokens was used up
+    finish_reason: str  # one of FINISH_REASONS
     trained_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         entries = {len(self.trained), len(self.logprobs), len(self.versions)}
         if entries != {len(self.ids)}:
             raise ValueError(f"{len(self.ids)} ids, but {sorted(entries)} entries in trained, logprobs and versions")
-        if self.trained and self.trained[0]:
+        if not self.ids:
+            raise ValueError("a rollout has at least one token")
+        if self.trained[0]:
             raise ValueError("the first token of a sequence cannot be trained on: nothing predicts it")
+        edges = [0, *(edge for turn in self.turns for edge in turn), len(self.ids)]
+        if edges != sorted(edges):
+            raise ValueError(f"turns={self.turns} overlap, or lie outside of {len(self.ids)} ids")
+        outside = list(self.trained)
+        for first, end in self.turns:
+            outside[first:end] = [False] * (end - first)
+        if any(outside):
+            raise ValueError(f"token {outside.index(True)} is trained on, and turns={self.turns} say nobody sampled it")
+        if self.finish_reason not in FINISH_REASONS:
+            raise ValueError(f"finish_reason={self.finish_reason!r} is none of {', '.join(FINISH_REASONS)}")
         object.__setattr__(self, "trained_tokens", self.trained.count(True))
 
     @classmethod
@@ -129,7 +144,9 @@ class Group:
     """By reward, one a rollout, NaN where it could not be scored; "total" is their weighted sum."""
 
     def with_rollout(self, rollout: Rollout, scores: Mapping[str, float]) -> Group:
-        """The same group and one rollout more."""
+        """The same group and one rollout more, with scores of the names that the others have."""
+        if self.rollouts and scores.keys() != self.scores.keys():
+            raise ValueError(f"scores {sorted(scores)} beside {sorted(self.scores)} of the same group")
         longer = {name: (*self.scores.get(name, ()), score) for name, score in scores.items()}
         return Group(problem=self.problem, rollouts=(*self.rollouts, rollout), scores=longer)
 

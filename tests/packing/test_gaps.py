@@ -18,7 +18,7 @@ from posttrain.config.algorithm import AlgorithmConf
 from posttrain.logprobs import token_logprobs
 from posttrain.losses import policy_terms
 from posttrain.models.head import find_head
-from posttrain.records import Rollout
+from posttrain.records import Group, Problem, Rollout
 
 CPU, PAD, TEMPERATURE = torch.device("cpu"), 3, 0.7
 # Whole eighths, so that fp32 holds them exactly.
@@ -218,13 +218,28 @@ def rollout(**changes):
         (dict(logprobs=(0.0, -1.0, -2.0, -3.0)), r"3 ids, but \[3, 4\] entries"),
         (dict(versions=()), r"3 ids, but \[0, 3\] entries"),
         (dict(ids=(5, 6)), r"2 ids, but \[3\] entries"),
+        (dict(ids=(), trained=(), logprobs=(), versions=(), turns=()), "at least one token"),
         (dict(trained=(True, True, True)), "first token.*nothing predicts it"),
+        (dict(turns=((1, 2),)), r"token 2 is trained on.*nobody sampled it"),
+        (dict(turns=()), r"token 1 is trained on"),
+        (dict(turns=((1, 3), (2, 3))), "overlap"),
+        (dict(turns=((1, 4),)), "outside of 3 ids"),
+        (dict(turns=((3, 1),)), "overlap"),
+        (dict(finish_reason="eos"), "finish_reason='eos' is none of stop, length"),
     ],
 )
 def test_entries_that_do_not_fit_are_refused(changes, message):
     assert rollout().trained_tokens == 2 and rollout().written == (6, 7)
     with pytest.raises(ValueError, match=message):
         rollout(**changes)
+
+
+def test_scores_of_one_group_have_the_same_names():
+    problem = Problem(task="", index=0, prompt="", prompt_ids=(5,), answer="")
+    group = Group(problem=problem).with_rollout(rollout(), {"total": 1.0, "correct": 1.0})
+    assert group.with_rollout(rollout(), {"correct": 0.0, "total": 0.5}).scores["total"] == (1.0, 0.5)
+    with pytest.raises(ValueError, match=r"\['total'\] beside \['correct', 'total'\]"):
+        group.with_rollout(rollout(), {"total": 1.0})
 
 
 def test_a_conversation_with_a_tool():

@@ -116,7 +116,7 @@ class OptimConf:
     weight_decay: float = 0.0  # on matrices only
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm; inf: never
     max_skipped: int = 5  # so many updates in a row whose loss or gradient is not finite stop the run
-    schedule: Schedule = Schedule.constant  # of the learning rate after warmup; linear and cosine end at 0
+    schedule: Schedule = Schedule.constant  # of the learning rate after warmup; linear and cosine near 0 at the end
     warmup_steps: int = 10  # steps in which the learning rate grows from 0; 0: none
 
 

@@ -126,6 +126,10 @@ def _sft(cfg: SFTConf) -> list[tuple[bool, str]]:
             f"stop_at={cfg.stop_at} is compared with each evaluation: type evaluation.every=10 as well, and at least "
             "evaluation.prompts=1",
         ),
+        (
+            cfg.stop_at is None or 0 <= cfg.stop_at <= 1,
+            f"stop_at={cfg.stop_at} is a share of right answers, from 0 to 1: type stop_at=0.9, for example",
+        ),
     ]
 
 

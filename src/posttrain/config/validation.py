@@ -63,10 +63,14 @@ def plain(config: Any, **how: Any) -> dict[str, Any]:
 
 
 def changes(before: bytes, values: dict[str, Any]) -> list[str]:
-    """`key=new instead of old` for each value of a job.json (empty: a new run) that `values` does not keep."""
+    """`key=new instead of old` for each value of a job.json (empty: a new run) that `values` does not keep.
+
+    Where a run resumes from is no such value.
+    """
     groups = {RENAMED.get(group, group): value for group, value in json.loads(before or "{}").items()}
     old, new = _flat(groups), _flat(values)
-    return [f"{key}={new[key]} instead of {old[key]}" for key in new if key in old and new[key] != old[key]]
+    differing = [key for key in new if key in old and new[key] != old[key] and key != "resume"]
+    return [f"{key}={json.dumps(new[key])} instead of {json.dumps(old[key])}" for key in differing]
 
 
 def every_key(recipe: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from posttrain.advantages import overlong_penalty
+from posttrain.advantages import informative, overlong_penalty
 from posttrain.config import GRPOConf
 from posttrain.losses import Terms
 from posttrain.records import Group, PackedRow
@@ -140,7 +140,7 @@ def reward_metrics(groups: Sequence[Group], rewards_PG: torch.Tensor) -> dict[st
     metrics = {
         "reward": rewards_PG.nanmean().item(),
         "reward_std": spread_P.nanmean().item(),
-        "frac_reward_zero_std": (spread_P <= 1e-6).float().mean().item(),
+        "frac_reward_zero_std": (~informative(rewards_PG) & ~spread_P.isnan()).float().mean().item(),
         "frac_reward_unscorable": rewards_PG.isnan().float().mean().item(),
     }
     for name in groups[0].scores.keys() - {"total"}:

@@ -136,8 +136,7 @@ def prepare(cfg: JobConf) -> Policy:
         facts["packing"] = _prove_packing(model, cfg, device, dtype)
     else:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        _place(model, device, dtype)
-        gdn_packing.patch(model, device, packed=False)
+        sample_only(model, device, dtype)
 
     # All of them read the bare model: modules and classes are not what they were once it is sharded.
     vocabulary, small = embedded_tokens(model), small_copy(model, cfg, device, dtype)
@@ -201,8 +200,10 @@ def small_copy(
     return None if small is None else small.eval()
 
 
-def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """On `device` with parameters in `dtype`. Buffers stay as they are: rotary frequencies need fp32."""
-    model.to(device)
+def sample_only(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Make `model` ready on `device`, with parameters in `dtype` and the kernels of the policy."""
+    # Buffers stay as they are: rotary frequencies need fp32.
+    nn.Module.to(model, device)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    gdn_packing.patch(model, device, packed=False)
