@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from posttrain.command.cli import _declare
 from posttrain.command.rank import _import, start_process_group
 from posttrain.config.validation import typed
-from posttrain.tracking.tracker import read_records
+from posttrain.tracking.files import read_records
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["steps=20", "evaluation.prompts=0", "checkpoint.every=0", "checkpoint.export=false"]

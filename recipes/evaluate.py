@@ -9,7 +9,6 @@ if __name__ == "__main__":
     # Starts the ranks. Each of them imports this file again, and calls train().
     main(__file__)
 
-import dataclasses
 import time
 from pathlib import Path
 
@@ -30,8 +29,7 @@ def train(cfg: EvaluateConf, run_dir: Path) -> None:
     if not task.heldout:
         raise UserError(f"task={cfg.task.name} has no held-out problem to evaluate on")
     logger, main_rank = LoggerConf(name=LoggerName.none), dist.get_rank() == 0
-    values = dataclasses.asdict(cfg)
-    with Tracker(run_dir, logger, main_rank, values, total_steps=0) as tracker:
+    with Tracker(run_dir, logger, main_rank, total_steps=0) as tracker:
         world, size = dist.get_world_size(), len(task.heldout)
         rows = {"heldout": size, "dropped": dict(task.dropped)}
         said = {"task": rows, "template": task.template.facts()}

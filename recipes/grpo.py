@@ -44,7 +44,7 @@ from posttrain.metrics.step import (
     reward_metrics,
 )
 from posttrain.records import Document, Group, MiniBatch, Packed
-from posttrain.rollout.sampler import SAMPLERS, Sampler
+from posttrain.rollout.sampler import SAMPLERS, Sampler, steps_to_ask_for
 from posttrain.run import Run
 from posttrain.tasks import Task, batch, further, make_task
 from posttrain.tasks.scoring import score
@@ -66,7 +66,7 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
             # ---- Sample.
             # Steps may be asked for before their turn, so that engines never wait.
             with run.timed("rollout"):
-                while len(asked) < run.steps_to_ask_for(cfg.rollout.max_staleness):
+                while len(asked) < steps_to_ask_for(step, cfg):
                     ahead = step + len(asked)
                     problems = batch(task.train, cfg.prompts_per_step, ahead, cfg.seed)
                     placed = dict(enumerate(problems))
@@ -135,7 +135,7 @@ def train(cfg: GRPOConf, run_dir: Path) -> None:
 
             # ---- Pause.
             # What comes between two steps is in the time of neither.
-            if run.due(cfg.evaluation.every) and not run.last:
+            if run.due(cfg.evaluation.every):
                 run.evaluate()
             if run.due(cfg.checkpoint.every):
                 run.save()

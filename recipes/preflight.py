@@ -40,7 +40,7 @@ from posttrain.preflight.report import Part, Report
 from posttrain.rollout.probe import verify_sampler
 from posttrain.tasks import Task, batch, make_task
 from posttrain.tasks.references import score_answers
-from posttrain.tracking.tracker import merge_summary
+from posttrain.tracking.files import merge_summary
 from posttrain.training.policy import longest_row, small_copy
 
 SHOWN = 5  # prompts

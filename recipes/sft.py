@@ -57,12 +57,11 @@ def train(cfg: SFTConf, run_dir: Path) -> None:
             run.log(metrics)
 
             # ---- Pause.
+            # An evaluation that reaches stop_at ends the steps.
+            if run.due(cfg.evaluation.every):
+                run.evaluate()
             if run.due(cfg.checkpoint.every):
                 run.save()
-            if run.due(cfg.evaluation.every) or run.last:
-                right = run.evaluate().get("eval/rewards/correct", 0.0)
-                if cfg.stop_at is not None and right >= cfg.stop_at:
-                    break
         run.finish()
 
 

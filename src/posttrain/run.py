@@ -11,7 +11,6 @@ with Run(cfg, run_dir, policy, task) as run:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,22 +19,27 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from posttrain import packing
-from posttrain.config import GRPOConf, MetricsName, TrainingConf
-from posttrain.errors import UserError
-from posttrain.metrics.first_step import suspicious
+from posttrain import packing, preemption
+from posttrain.config import GRPOConf, SFTConf, TrainingConf
+from posttrain.facts import known_facts, meter
+from posttrain.metrics.first_step import look_at_first_step
 from posttrain.metrics.step import performance_metrics, timed
+from posttrain.preemption import Preempted
 from posttrain.records import Group, MiniBatch
 from posttrain.rollout.evaluation import evaluate
-from posttrain.rollout.probe import prove_sampler
 from posttrain.tasks import Task
-from posttrain.tasks.references import score_answers
-from posttrain.tracking.tracker import Tracker, truncate_after
-from posttrain.training import checkpoint, optim
+from posttrain.tracking import whereabouts
+from posttrain.tracking.files import is_finished
+from posttrain.tracking.tracker import Tracker
+from posttrain.training import optim
 from posttrain.training.export import export
-from posttrain.training.fsdp import from_all_ranks
+from posttrain.training.fingerprints import fingerprints
+from posttrain.training.fsdp import from_all_ranks, on_any_rank
 from posttrain.training.policy import Policy
 from posttrain.training.reference import Reference
+from posttrain.training.resume import resume
+from posttrain.training.saving import Saver
+from posttrain.training.snapshot import generator_states
 
 
 class Run:
@@ -48,69 +52,81 @@ class Run:
         self, cfg: TrainingConf, run_dir: Path, policy: Policy, task: Task, reference: Reference | None = None
     ) -> None:
         self.cfg, self.run_dir, self.policy, self.task, self.reference = cfg, run_dir, policy, task, reference
-        self.facts = {
-            **policy.facts,
-            "world_size": dist.get_world_size(),
-            "task": {"train": len(task.train), "heldout": len(task.heldout), "dropped": dict(task.dropped)},
-            "template": task.template.facts(),
-            "optim": {key: getattr(cfg.optim, key) for key in ("lr", "schedule", "warmup_steps")},
-            "every": {
-                "evaluation": cfg.evaluation.every if cfg.evaluation.prompts else 0,
-                "checkpoint": cfg.checkpoint.every,
-            },
-        }
-        if isinstance(cfg, GRPOConf) or cfg.evaluation.prompts:
-            self.facts["sampler"] = prove_sampler(policy, cfg)
-        if isinstance(cfg, GRPOConf):
-            self.facts["max_staleness"] = cfg.rollout.max_staleness
-            self.facts["answers"] = score_answers(task, cfg.task).facts()
-            room = packing.short_of_room(task.train, cfg.rollout.max_new_tokens, policy.longest)
-            self.facts["packing"] = policy.facts["packing"] | {
-                "warnings": [*policy.facts["packing"]["warnings"], *room]
-            }
-        self.meter = None
-        if cfg.metrics.name is MetricsName.mfu:
-            # Runs with metrics=none do without the import.
-            from posttrain.metrics.mfu import make_meter
-
-            # What is sampled for a later step takes this step's time.
-            ahead = isinstance(cfg, GRPOConf) and cfg.rollout.max_staleness > 0
-            where = policy.device, policy.dtype, dist.get_world_size()
-            self.meter = make_meter(cfg.metrics, policy.model, *where, ahead)
+        self.facts = known_facts(policy, task, cfg)
+        self.meter = meter(policy, cfg)
         self.facts["mfu"] = self.meter.summary() if self.meter else {"available": False, "reason": "metrics=none"}
 
-        resumed = checkpoint.find(cfg.resume, run_dir)
-        self.start = checkpoint.load(policy.accelerator, policy.model, resumed, reference) if resumed else 0
-        self.done = checkpoint.nothing_left(cfg.resume, self.start, cfg.steps)
-        self.facts["resumed_from"] = str(resumed) if resumed else None
-        self.step = self.start
+        main = dist.get_rank() == 0
+        self._fingerprints = fingerprints(task.train, cfg.model) if main else {}
+        resumed = resume(cfg, run_dir, policy, reference, self._fingerprints)
+        self.facts |= resumed.facts()
+        self.start, self._held_out = resumed.step, resumed.evaluation
+        self._saver = Saver(run_dir, cfg.checkpoint, cfg.launch.timeout_s)
+        self.step = self.steps_done = self.start
         self.skipped = 0  # optimizer steps in a row
-        self._evaluated: int | None = None  # the step after which it was
+        # The number of steps after which it was.
+        self._evaluated = self.start if self._held_out else None
+        self._saved = self.start if self.start else None
+        self._generators: dict[str, Any] | None = None
+        self._updated = False  # in this step
         self._cold = True
-        writes = dist.get_rank() == 0 and not self.done
-        if writes:
-            truncate_after(run_dir, self.start)
-        self._tracker = Tracker(run_dir, cfg.logger, writes, dataclasses.asdict(cfg), cfg.steps)
+        self.done = cfg.resume == "auto" and self._over() and is_finished(run_dir, cfg.checkpoint.export)
+        if self.done and main:
+            print(f"nothing left to do: step {self.start} of steps={cfg.steps} is done")
+        self._tracker = Tracker(run_dir, cfg.logger, main and not self.done, cfg.steps, self.start)
 
     def __enter__(self) -> Self:
         self._tracker.__enter__()
         self._tracker.start(self.facts)
+        preemption.can_save(not self.done)
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._tracker.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        try:
+            if kind is Preempted:
+                # All ranks have agreed on it, at the same point.
+                self._save()
+            preemption.can_save(False)
+            if kind in (None, Preempted):
+                self._saver.wait()
+        except BaseException as failure:
+            kind, error = type(failure), failure
+            raise
+        finally:
+            self._saver.give_up()
+            self._tracker.__exit__(kind, error, trace)
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, from 0. The first one compiles, and one after a pause finds caches cold."""
-        for step in range(self.start, self.cfg.steps):
-            self.step = step
-            self.seconds: dict[str, float] = {}
-            self._began = time.perf_counter()
-            yield step
+        """The steps that are left, from 0. The first one compiles, and one after a pause finds caches cold.
 
-    @property
-    def last(self) -> bool:
-        return self.step + 1 == self.cfg.steps
+        Raises Preempted, on all ranks, once one of them was asked to make room and nothing of a step is half done.
+        """
+        if self.done:
+            return
+        self.step = self.start - 1
+        if self.start and self.due(self.cfg.evaluation.every) and self._evaluated is None:
+            # The run that is resumed ended between this step and its evaluation.
+            self.evaluate()
+        while not self._over():
+            self._saver.check()
+            self.step = self.steps_done
+            self._generators = generator_states()
+            self._updated = False
+            self.seconds: dict[str, float] = {}
+            self._agree_to_go_on()
+            self._began = time.perf_counter()
+            yield self.step
+
+    def _over(self) -> bool:
+        """Is the last step done, or an evaluation as good as `stop_at` asks for?"""
+        goal = self.cfg.stop_at if isinstance(self.cfg, SFTConf) else None
+        reached = goal is not None and self._held_out.get("eval/rewards/correct", -1.0) >= goal
+        return self.steps_done >= self.cfg.steps or reached
+
+    def _agree_to_go_on(self) -> None:
+        """A collective: raises Preempted on all ranks if one of them was asked to make room."""
+        if on_any_rank(preemption.asked()):
+            raise Preempted
 
     def due(self, every: int) -> bool:
         """After this step; never where `every` is 0."""
@@ -123,18 +139,14 @@ class Run:
         every = self.cfg.metrics.full_every
         return every > 0 and self.step % every == 0
 
-    def steps_to_ask_for(self, ahead: int) -> int:
-        """From this step on: itself and up to `ahead` more, but none beyond the next checkpoint.
-
-        A run that resumes there asks for the same steps with the same weights.
-        """
-        every = self.cfg.checkpoint.every
-        end = min(self.cfg.steps, (self.step // every + 1) * every) if every else self.cfg.steps
-        return min(1 + ahead, end - self.step)
-
-    def timed(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """The seconds inside count as this phase of the step."""
-        return timed(self.seconds, phase)
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """The seconds inside count as this phase of the step. Until the weights change it can be given up after it."""
+        whereabouts.at(self.step + 1, phase)
+        with timed(self.seconds, phase):
+            yield
+        if not self._updated:
+            self._agree_to_go_on()
 
     def bill(
         self, batches: Sequence[MiniBatch], updates: int = 1, logprobs: int = 0, sampled: Sequence[Group] = ()
@@ -144,16 +156,13 @@ class Run:
             self.meter.bill(batches, updates, logprobs, sampled)
 
     def count_skipped(
-        self,
-        norm: float | None,
-        token_losses: Sequence[torch.Tensor],
-        mini_batch: MiniBatch,
-        indices: Sequence[int],
+        self, norm: float | None, token_losses: Sequence[torch.Tensor], mini_batch: MiniBatch, indices: Sequence[int]
     ) -> None:
         """After each optimizer step: warn of one that was skipped (`norm` is None), and name the problems at fault.
 
         `indices`: of the step's problems, by their place. Raises FloatingPointError after optim.max_skipped in a row.
         """
+        self._updated = True
         self.skipped = self.skipped + 1 if norm is None else 0
         if self.skipped:
             share = mini_batch.trained.plan[dist.get_rank()]
@@ -161,74 +170,78 @@ class Run:
             optim.say_skipped(self.step + 1, self.skipped, [indices[place] for place in places], self.cfg.optim)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """The record of this step, `num_tokens` among its metrics."""
+        """The record of this step, `num_tokens` among its metrics.
+
+        Raises UserError where no completion of the first step could be scored, and with `cfg.strict` RuntimeError where
+        something in it is suspicious.
+        """
         self.seconds["step"] = time.perf_counter() - self._began
         found = metrics | performance_metrics(self.seconds, metrics["num_tokens"], self.policy.device, self._cold)
         if self.meter:
             found |= self.meter.metrics(self.seconds)
         self._tracker.log(self.step + 1, found)
+        self.steps_done, self._generators, self._held_out = self.step + 1, None, {}
         self._cold = False
         if self.step == self.start:
-            self._look_at_first_step(found)
+            warnings = look_at_first_step(found, self.policy, self.cfg)
+            self._tracker.warn("first step", warnings)
+            if warnings and self.cfg.strict:
+                raise RuntimeError("strict=true: " + "; ".join(warnings))
         if self.meter and self.meter.reason != self.facts["mfu"]["reason"]:
             # The meter failed in this step.
             self.facts["mfu"] = self.meter.summary()
             self._tracker.summary(mfu=self.facts["mfu"])
 
-    def _look_at_first_step(self, metrics: dict[str, Any]) -> None:
-        """Warn of suspicious values, or with `cfg.strict` raise RuntimeError. All ranks see the same values.
-
-        Raises UserError where no completion at all could be scored: more steps would train on nothing.
-        """
-        policy = self.policy
-        if metrics.get("frac_reward_unscorable") == 1:
-            raise UserError(
-                f"task={self.cfg.task.name}: no completion of the first step could be scored. The answers do not fit "
-                "the reward: look at task.answer_column, and type task.answer_reward=exact for answers in words"
-            )
-        ends = repr(policy.tokenizer.convert_ids_to_tokens(sorted(policy.end_ids)))
-        found = suspicious(metrics, self.cfg, policy.vocabulary, policy.dtype, ends)
-        self._tracker.warn("first step", found)
-        if found and self.cfg.strict:
-            raise RuntimeError("strict=true: " + "; ".join(found))
-
     def evaluate(self) -> dict[str, float]:
         """On the held-out problems; {} where there are none."""
-        self._evaluated = self.step
-        if not self.task.heldout[: self.cfg.evaluation.prompts]:
-            self._tracker.summary(evaluation={})
-            return {}
-        with self._pause("evaluation") as record:
-            record |= evaluate(self.policy, self.task, self.cfg)
-        held_out = {name: value for name, value in record.items() if name != "time/evaluation"}
-        self._tracker.summary(evaluation=held_out)
-        return held_out
+        if self.task.heldout[: self.cfg.evaluation.prompts]:
+            with self._pause("evaluation") as record:
+                record |= evaluate(self.policy, self.task, self.cfg)
+            self._held_out = {name: value for name, value in record.items() if name != "time/evaluation"}
+        self._evaluated = self.steps_done
+        self._tracker.summary(evaluation=self._held_out)
+        return self._held_out
 
     def save(self) -> None:
         """A checkpoint, after the records that it stands for."""
-        policy, keep = self.policy, self.cfg.checkpoint.keep
         with self._pause("checkpoint"):
-            checkpoint.save(policy.accelerator, policy.model, self.run_dir, self.step + 1, keep, self.reference)
+            self._save()
+
+    def _save(self) -> None:
+        """Of the steps that are done: one that was given up has left weights and optimizer as they were."""
+        if self._saved == self.steps_done:
+            return
+        self._tracker.sync()
+        generators = self._generators or generator_states()
+        state = self.policy.model, self.policy.optimizer, self.reference
+        self._saver.save(*state, self.steps_done, generators, self._held_out, self._fingerprints)
+        self._saved = self.steps_done
 
     @contextlib.contextmanager
     def _pause(self, name: str) -> Iterator[dict[str, Any]]:
         """Between two steps, in the time of neither: what is put into the dict becomes a record of its own."""
+        whereabouts.at(self.steps_done, name)
         record: dict[str, Any] = {}
         seconds: dict[str, float] = {}
         with timed(seconds, name):
             yield record
+        self._agree_to_go_on()
         record[f"time/{name}"] = seconds[name]
-        self._tracker.log(self.step + 1, record)
+        self._tracker.log(self.steps_done, record)
         self._cold = True
 
     def finish(self) -> None:
-        """After the last step: evaluate, unless that was just done, and export the model."""
+        """After the last step: a checkpoint, an evaluation, unless they were just made, and the model exported."""
         if self.done:
             return
-        if self._evaluated != self.step:
+        if self.cfg.checkpoint.every and self._saved != self.steps_done:
+            self.save()
+        if self._evaluated != self.steps_done:
             self.evaluate()
+        whereabouts.at(self.steps_done, "export")
+        self._saver.wait()
         if self.cfg.checkpoint.export:
-            policy, path = self.policy, self.run_dir / "model"
-            export(policy.accelerator, policy.model, policy.tokenizer, path, self.cfg.model)
+            policy = self.policy
+            export(policy.accelerator, policy.model, policy.tokenizer, self.run_dir / "model", self.cfg.model)
         if self.meter:
             self._tracker.summary(mfu=self.meter.summary())

@@ -234,14 +234,14 @@ def test_torchrun_stopped(recipe, tmp_path):
     process.send_signal(signal.SIGTERM)
     assert finish(process)[0] != 0
     assert not any(alive(rank["pid"]) for rank in ranks)
-    assert summary(run_dirs(tmp_path)[0])["status"] == "interrupted"
+    assert summary(run_dirs(tmp_path)[0])["status"] == "preempted"
 
 
 @pytest.mark.parametrize(
     "behaviour, status, message",
     [
         ("raise", 1, "rank 1: ValueError: broken on purpose (see "),
-        ("killed", 1, "rank 1 was killed by SIGKILL, often because memory ran out; its output: "),
+        ("killed", 1, "rank 1 was killed by SIGKILL, often because memory ran out in the start-up; what lowers it: "),
         ("exits", 1, "rank 1 ended with exit status 7; its output: "),
         ("mistake", 2, "model.path=/nowhere: no such directory"),
     ],
@@ -266,7 +266,7 @@ def test_debug_shows_the_traceback(recipe, tmp_path):
     assert "Traceback" in err and "RuntimeError: seed 1 fails" in err
 
 
-@pytest.mark.parametrize("target", ["terminal", "parent", "term", "kill"])
+@pytest.mark.parametrize("target", ["terminal", "parent", "quit", "term", "kill"])
 def test_stopping_leaves_no_orphans(recipe, tmp_path, target):
     process = start(sys.executable, recipe, "launch.nproc=2", "logger.project=hang", cwd=tmp_path)
     ranks = wait_for(lambda: len(found := [f for d in run_dirs(tmp_path) for f in facts(d)]) == 2 and found)
@@ -274,14 +274,16 @@ def test_stopping_leaves_no_orphans(recipe, tmp_path, target):
     if target == "terminal":
         os.killpg(process.pid, signal.SIGINT)
     else:
-        process.send_signal({"parent": signal.SIGINT, "term": signal.SIGTERM, "kill": signal.SIGKILL}[target])
+        names = {"parent": signal.SIGINT, "quit": signal.SIGQUIT, "term": signal.SIGTERM, "kill": signal.SIGKILL}
+        process.send_signal(names[target])
     code, _, err = finish(process)
-    assert code == {"terminal": 130, "parent": 130, "term": 143, "kill": -signal.SIGKILL}[target]
+    assert code == {"terminal": 130, "parent": 130, "quit": 131, "term": 143, "kill": -signal.SIGKILL}[target]
     wait_for(lambda: not any(alive(rank["pid"]) for rank in ranks), 2)
     assert time.monotonic() - began < 4
     if target != "kill":
-        assert err.startswith("interrupted") and len(err.splitlines()) == 1
-        assert summary(run_dirs(tmp_path)[0])["status"] == "interrupted"
+        status = "preempted" if target == "term" else "interrupted"
+        assert err.startswith(status) and len(err.splitlines()) == 1
+        assert summary(run_dirs(tmp_path)[0])["status"] == status
 
 
 def test_sweep_goes_on_after_a_failure(recipe, tmp_path):

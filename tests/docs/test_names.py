@@ -13,7 +13,7 @@ from posttrain.config import RECIPES
 from posttrain.config.validation import every_key
 
 OF_A_RUN = re.compile(  # files that a run writes or reads
-    r"(config\.(yaml|json)|job\.json|metrics\.jsonl|summary\.json|mine\.jsonl|rank<n>\.log)$|^(outputs|checkpoints|model|logs)/"
+    r"(config\.(yaml|json)|job\.json|manifest\.json|metrics\.jsonl|summary\.json|mine\.jsonl|rank<n>\.log)$|^(outputs|checkpoints|model|logs)/"
 )
 PATH = re.compile(r"(?:[\w.-]+/)+(?:[\w.-]+)?|[\w-]+\.(?:py|md|yaml|json|jsonl|ipynb|txt|toml)")
 KEY = re.compile(r"([a-z_]+(?:\.[a-z_]+)*)=(\S+)|([a-z_]+(?:\.[a-z_]+)+)")
@@ -123,7 +123,7 @@ def test_imports_go_up_the_table_of_architecture():
     for number, names in list(said.items())[1:]:
         # Rows below import whatever they need: "all above".
         if "all above" not in table[number][1]:
-            assert used[number] - {"records", "errors", "config"} == names, rows[number]
+            assert used[number] - {"records", "errors", "preemption", "config"} == names, rows[number]
 
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)

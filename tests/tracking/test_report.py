@@ -12,7 +12,8 @@ from posttrain.command.launch import close_run
 from posttrain.config import LoggerConf, LoggerName
 from posttrain.errors import UserError
 from posttrain.tracking import report
-from posttrain.tracking.tracker import Tracker, merge_summary
+from posttrain.tracking.files import merge_summary
+from posttrain.tracking.tracker import Tracker
 
 PEAK = {"available": True, "reason": None, "peak_tflops_per_device": 2.0, "peak_source": "metrics.peak_tflops"}
 OFF = {"available": False, "reason": "LookupError: the peak of 'NVIDIA Graphics Device' is not known"}
@@ -26,7 +27,7 @@ def step_of(step, **more):
 
 def write(directory, records, mfu=PEAK, strategy="full_shard"):
     """A run of these (step, metrics), whose config says `strategy`."""
-    with Tracker(directory, LoggerConf(name=LoggerName.none), True, {}, len(records)) as tracker:
+    with Tracker(directory, LoggerConf(name=LoggerName.none), True, len(records)) as tracker:
         for step, metrics in records:
             tracker.log(step, metrics)
         tracker.summary(**({"mfu": mfu} if mfu else {}))

@@ -11,27 +11,25 @@ import subprocess
 import sys
 import termios
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
 
 from posttrain.config import LoggerConf, LoggerName
-from posttrain.tracking.tracker import (
-    Tracker,
-    close_summary,
-    merge_summary,
-    read_records,
-    read_summary,
-    truncate_after,
-)
+from posttrain.tracking.files import close_summary, merge_summary, read_summary, truncate_after
+from posttrain.tracking.files import read_records as stream_records
+from posttrain.tracking.tracker import Tracker
 
 SILENT = LoggerConf(name=LoggerName.none)
 
 
 def tracker(run_dir, is_main=True, steps=20):
-    return Tracker(run_dir, SILENT, is_main, {"seed": 0}, steps)
+    return Tracker(run_dir, SILENT, is_main, steps)
+
+
+def read_records(run_dir):
+    return list(stream_records(run_dir))
 
 
 def record(step, **more):
@@ -146,7 +144,7 @@ def test_another_process_closes_a_dead_run_without_torch_or_wandb(tmp_path):
     code = """
 import sys
 from pathlib import Path
-from posttrain.tracking.tracker import close_summary
+from posttrain.tracking.files import close_summary
 close_summary(Path(sys.argv[1]), "failed", "rank 1 was killed by SIGKILL")
 print([name for name in ("torch", "wandb", "tqdm") if name in sys.modules])
 """
@@ -165,15 +163,15 @@ def test_a_summary_whose_write_fails_half_way_is_the_old_one(tmp_path, monkeypat
     merge_summary(tmp_path, status="running", world_size=4)
     before = (tmp_path / "summary.json").read_bytes()
 
-    def torn(path, text, **options):
-        path.write_bytes(text.encode()[: len(text) // 2])
+    def full(old, new):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", torn)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         close_summary(tmp_path, "completed")
     monkeypatch.undo()
     assert (tmp_path / "summary.json").read_bytes() == before and read_summary(tmp_path)["status"] == "running"
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
     assert close_summary(tmp_path, "completed")["world_size"] == 4
 
 
@@ -206,7 +204,7 @@ def test_a_torn_line_is_not_glued_to_the_next(tmp_path):
 
 
 RUN = """
-import dataclasses, os, signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from posttrain.config import LoggerConf, LoggerName, WandbMode
 from posttrain.tracking.tracker import Tracker
@@ -219,7 +217,7 @@ def services():  # wandb's service processes among this process's children
 
 slowest = 0.0
 cfg = LoggerConf(name=LoggerName(name), mode=WandbMode(mode))
-with Tracker(run_dir, cfg, True, dataclasses.asdict(cfg), 20) as run:
+with Tracker(run_dir, cfg, True, 20) as run:
     for step in range(1, 21):
         start = time.perf_counter()
         run.log(step, {"reward": step / 20, "num_tokens": 100, "perf/tokens_per_second": 1234.0})

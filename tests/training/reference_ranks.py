@@ -10,16 +10,19 @@ import os
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from posttrain.config import Architecture, FSDPConf, ModelConf, OptimConf, Strategy
+from posttrain.config import Architecture, CheckpointConf, FSDPConf, ModelConf, OptimConf, Strategy
 from posttrain.config.algorithm import KLConf, ReferenceDevice
 from posttrain.models.loading import load
 from posttrain.training import checkpoint
 from posttrain.training.fsdp import gathered, make_accelerator, sharding, synchronise_gradients
 from posttrain.training.optim import make_optimizer
 from posttrain.training.reference import make_reference
+from posttrain.training.saving import Saver
+from posttrain.training.snapshot import generator_states
 
 STEPS = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -182,45 +185,74 @@ def check(strategy, dtype, device, folder):
     torch.testing.assert_close(logits, separate(moved, token_ids(0, 0), strategy, dtype), **close)
     assert (logits - expected).abs().max() > 2 * close["atol"]
     if strategy is not Strategy.shard_grad_op:  # its frozen weights are not in the other's reference
-        resume(accelerator, model, reference, strategy, folder, now, found)
+        resume(model, optimizer, reference, strategy, folder, now, found)
     reference.refresh(model, 1.0)
     with reference.in_place(model):
         assert same(whole(model), now)
 
 
-def resume(accelerator, model, reference, strategy, folder, policy, moved):
-    """What two ranks save, any number restore; and a reference that has not moved is not in a checkpoint."""
-    folder /= "ddp" if strategy is Strategy.no_shard else "fsdp"
+def save(model, optimizer, folder, step, reference):
+    saver = Saver(folder, CheckpointConf(keep_last=0), 60)
+    saver.save(model, optimizer, reference, step, generator_states(), {}, {})
+    saver.wait()
+
+
+def holds_reference(folder):
+    held = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return any(name.startswith("reference.") for name in held)
+
+
+def moments(model, optimizer):
+    """The optimizer's state as whole tensors, by parameter and name."""
+    found = {}
+    for name, parameter in named(model).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[name, key] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    return found
+
+
+def resume(model, optimizer, reference, strategy, folder, policy, moved):
+    """What two ranks save under any strategy, any number restore under any other, Adam's state too.
+
+    A reference that has not moved is not in a checkpoint.
+    """
+    folder /= "saved"
     if dist.get_world_size() == 2 and not folder.exists():
-        checkpoint.save(accelerator, model, folder, 7, 0, reference)
+        save(model, optimizer, folder, 7, reference)
+        expected = policy, moved, moments(model, optimizer)
         if dist.get_rank() == 0:
-            torch.save((policy, moved), folder / "expected.pt")
+            torch.save(expected, folder / "expected.pt")
         dist.barrier()
     (of_two,) = checkpoint.complete(folder)
-    policy, moved = torch.load(folder / "expected.pt")
+    policy, moved, state = torch.load(folder / "expected.pt")
 
-    accelerator, model, _ = prepare(strategy, torch.float32)
+    _, model, optimizer = prepare(strategy, torch.float32)
     reference, start = make_reference(model, KL[ReferenceDevice.cpu]), whole(model)
     new = folder / f"{strategy}_{dist.get_world_size()}"
-    checkpoint.save(accelerator, model, new, 1, 0, reference)
-    assert checkpoint.load(accelerator, model, of_two, reference) == 7
+    save(model, optimizer, new, 1, reference)
+    assert checkpoint.damage(of_two) is None
+    found, notes = checkpoint.load(model, optimizer, of_two, reference)
+    assert found.step == 7 and bool(notes) == (dist.get_world_size() != 2)
     assert same(whole(model), policy) and not same(policy, moved)
+    assert same(moments(model, optimizer), state)
     with reference.in_place(model):
         assert same(whole(model), moved)
     assert same(whole(model), policy)
-    checkpoint.save(accelerator, model, new, 7, 0, reference)  # it has moved, though nothing here moves it
+    save(model, optimizer, new, 7, reference)  # it has moved, though nothing here moves it
     without, with_one = checkpoint.complete(new)
-    assert [(path / checkpoint.REFERENCE).exists() for path in (without, with_one)] == [False, True]
+    assert [holds_reference(path) for path in (without, with_one)] == [False, True]
 
-    accelerator, model, _ = prepare(strategy, torch.float32)
+    _, model, optimizer = prepare(strategy, torch.float32)
     reference = make_reference(model, KL[ReferenceDevice.sharded])
-    assert checkpoint.load(accelerator, model, without, reference) == 1 and not reference.moved
+    assert checkpoint.load(model, optimizer, without, reference)[0].step == 1 and not reference.moved
+    assert not moments(model, optimizer)
     with reference.in_place(model):
         assert same(whole(model), start)
-    assert checkpoint.load(accelerator, model, with_one, reference) == 7 and reference.moved
+    assert checkpoint.load(model, optimizer, with_one, reference)[0].step == 7 and reference.moved
     with reference.in_place(model):
         assert same(whole(model), moved)
-    assert checkpoint.load(accelerator, model, with_one) == 7  # and says that it leaves the reference alone
+    found, notes = checkpoint.load(model, optimizer, with_one)
+    assert found.step == 7 and "the reference policy of the checkpoint is not used" in notes[0]
     assert same(whole(model), policy)
 
 

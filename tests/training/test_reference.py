@@ -134,8 +134,6 @@ def check_on_ranks(folder, starts):
         assert ended.status == 0, ended.output
         for rank in range(world):
             assert f"checked {','.join(cases)} on rank {rank} of {world}" in ended.output
-        resumed = sum("shard_grad_op" not in case for case in cases)
-        assert ended.output.count("algorithm.kl.coefficient=0, so the reference policy in") == resumed
 
 
 def test_on_two_four_and_one_rank(tmp_path):

@@ -24,6 +24,8 @@ from omegaconf import DictConfig, Node, OmegaConf
 
 from posttrain.command import launch, rank
 from posttrain.command.explain import complain, help_text
+from posttrain.command.order import without_secrets
+from posttrain.command.output import make_best_effort
 from posttrain.command.renamed import renamed
 from posttrain.command.run_directory import claim
 from posttrain.config import RECIPES, JobConf, PreflightConf
@@ -43,6 +45,7 @@ def main(recipe_file: str) -> NoReturn:
 
     Called by a recipe before its heavy imports; the ranks import the recipe and call its train(cfg, run_dir).
     """
+    make_best_effort()
     recipe = Path(recipe_file).resolve()
     # Hydra's parser takes `-m fsdp=...` but not `steps=3 -m fsdp=...`.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
@@ -135,7 +138,7 @@ def _launch(recipe: Path, cfg: DictConfig) -> int:
             f"launch.nproc={nproc}: this machine shows {gpus} GPU{'s' * (gpus > 1)}; type launch.nproc=auto, "
             "or put CUDA_VISIBLE_DEVICES= in front to use the CPU"
         )
-    run_dir, lock = claim(cfg, values)
+    run_dir, lock = claim(cfg, without_secrets(cfg, values))
     try:
         return launch.start_ranks(recipe, run_dir, job, nproc)
     finally:
@@ -155,7 +158,7 @@ def _order(recipe: Path) -> dict[str, Any]:
             print(f"launch.nproc={cfg.launch.nproc} is ignored: {local} started already", file=sys.stderr)
         _, values = _checked(recipe.stem, cfg, int(os.environ["WORLD_SIZE"]))
         # The lock lasts as long as this process.
-        run_dir, _ = claim(cfg, values)
+        run_dir, _ = claim(cfg, without_secrets(cfg, values))
         order.update(job=values, run_dir=str(run_dir))
         return 0
 

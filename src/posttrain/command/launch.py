@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
+import math
 import os
 import signal
 import socket
@@ -19,12 +19,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from posttrain.config import JobConf
+from posttrain import preemption
+from posttrain.command.failures import why
+from posttrain.config import JobConf, TrainingConf
+from posttrain.preemption import EXIT_STATUS
 
-GRACE_S = 1.0  # a rank's peers have this long to end by themselves, then again after SIGTERM
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GRACE_S = 1.0  # a rank's peers have this long to end by themselves
+STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Interrupted(BaseException):
@@ -47,16 +49,10 @@ def start_ranks(recipe: Path, run_dir: Path, cfg: JobConf, nproc: int) -> int:
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
     ranks: list[subprocess.Popen] = []
-    with _stop_signals_raise():
+    with _signals() as asked:
         try:
             _spawn(ranks, recipe, run_dir, cfg, nproc)
-            codes = [rank.poll() for rank in ranks]
-            while None in codes and not any(codes):
-                time.sleep(0.05)
-                codes = [rank.poll() for rank in ranks]
-            # The peers of a failed rank get a moment: their errors may say more.
-            _wait(ranks, GRACE_S)
-            codes = [rank.poll() for rank in ranks]
+            codes = _watch(ranks, asked, cfg.launch.grace_s)
         except Interrupted as stop:
             _end(ranks)
             close_run(run_dir, "interrupted", signal.Signals(stop.signum).name)
@@ -66,10 +62,49 @@ def start_ranks(recipe: Path, run_dir: Path, cfg: JobConf, nproc: int) -> int:
             _end(ranks)
     if not any(codes):
         return verdict(run_dir)
-    status, message = _why(run_dir, codes, cfg.debug)
+    if asked or EXIT_STATUS in codes:
+        return _preempted(run_dir, cfg, codes)
+    status, message = why(run_dir, codes, cfg)
     print(message, file=sys.stderr)
     close_run(run_dir, "failed", message)
     return status
+
+
+def _watch(ranks: list[subprocess.Popen], asked: list[int], grace_s: float) -> list[int | None]:
+    """Until every rank has ended, or one has failed: how each ended, None where it has not.
+
+    `asked` fills when a scheduler wants the room: the ranks then write a checkpoint, and have `grace_s` for it.
+    """
+    deadline = math.inf
+    codes = [rank.poll() for rank in ranks]
+    while None in codes and not any(codes) and time.monotonic() < deadline:
+        if asked and deadline == math.inf:
+            # A rank gives up by itself; who cannot even do that is ended a moment later.
+            deadline = time.monotonic() + grace_s + 2 * GRACE_S
+            for rank in ranks:
+                rank.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        codes = [rank.poll() for rank in ranks]
+    # The peers of a failed rank get a moment: their errors may say more.
+    _wait(ranks, GRACE_S)
+    return [rank.poll() for rank in ranks]
+
+
+def _preempted(run_dir: Path, cfg: JobConf, codes: list[int | None]) -> int:
+    """The exit status of a run that was asked to make room, and a line that says how far it came."""
+    from posttrain.tracking.files import read_summary
+
+    status = read_summary(run_dir).get("status")
+    if status == "completed":
+        return 0
+    saved = max(run_dir.glob("checkpoints/step_*/manifest.json"), default=None)
+    where = f"its newest checkpoint is {saved.parent.name}" if saved else "it has no checkpoint yet"
+    if status != "preempted" or set(codes) != {EXIT_STATUS}:
+        late = f"no checkpoint was written within launch.grace_s={cfg.launch.grace_s:g}"
+        close_run(run_dir, "preempted", f"the run was asked to make room, and {late}; {where}")
+    goes_on = f": hydra.run.dir={run_dir} resume=auto goes on" * isinstance(cfg, TrainingConf)
+    print(f"preempted; {where}{goes_on}", file=sys.stderr)
+    return 0 if cfg.launch.requeue else EXIT_STATUS
 
 
 def _spawn(ranks: list[subprocess.Popen], recipe: Path, run_dir: Path, cfg: JobConf, nproc: int) -> None:
@@ -78,8 +113,9 @@ def _spawn(ranks: list[subprocess.Popen], recipe: Path, run_dir: Path, cfg: JobC
     libc = ctypes.CDLL(None)
 
     def before_exec() -> None:
-        # Ctrl-C reaches every process of the terminal, and the parent decides.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C and Ctrl-\\ reach every process of the terminal, and the parent decides.
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
         if sys.platform == "linux":
             # PR_SET_PDEATHSIG: a killed parent leaves no orphan.
             libc.prctl(1, signal.SIGKILL)
@@ -125,15 +161,24 @@ def threads(cfg: JobConf, local_ranks: int) -> int:
 
 
 @contextlib.contextmanager
-def _stop_signals_raise() -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP raises Interrupted, later ones are ignored: the end is quick."""
+def _signals() -> Iterator[list[int]]:
+    """SIGINT, SIGHUP or SIGQUIT raises Interrupted: the end is quick, and later signals are ignored.
+
+    SIGTERM and SIGUSR1, by which schedulers ask for the room, are put into the list that is returned; a second one of
+    them is as SIGINT.
+    """
+    asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         # In a thread of a parallel launcher signals are not ours to handle.
-        yield
+        yield asked
         return
-    before = {s: signal.getsignal(s) for s in STOP_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN}
+    watched = (*STOP_SIGNALS, *preemption.SIGNALS)
+    before = {s: signal.getsignal(s) for s in watched if signal.getsignal(s) is not signal.SIG_IGN}
 
     def stop(signum: int, frame: FrameType | None) -> None:
+        if signum in preemption.SIGNALS and not asked:
+            asked.append(signum)
+            return
         for s in before:
             signal.signal(s, signal.SIG_IGN)
         raise Interrupted(signum)
@@ -141,7 +186,7 @@ def _stop_signals_raise() -> Iterator[None]:
     try:
         for s in before:
             signal.signal(s, stop)
-        yield
+        yield asked
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
@@ -154,49 +199,26 @@ def _wait(ranks: list[subprocess.Popen], seconds: float) -> None:
 
 
 def _end(ranks: list[subprocess.Popen]) -> None:
-    for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
-        for rank in ranks:
-            end(rank)
-        _wait(ranks, GRACE_S)
-
-
-def _why(run_dir: Path, codes: list[int | None], debug: bool) -> tuple[int, str]:
-    """Exit status and message for ranks that ended with `codes` (None: still running, negative: a signal).
-
-    A rank that is gone without a word explains its peers' "connection reset"; only an abort is itself what a
-    peer's error led to.
-    """
-    errors = rank_errors(run_dir)
-    told = {error["rank"] for error in errors}
-    lost = [(rank, code) for rank, code in enumerate(codes) if code and rank not in told]
-    lost.sort(key=lambda each: each[1] == -signal.SIGABRT)
-    if errors and (not lost or lost[0][1] == -signal.SIGABRT):
-        return errors[0]["status"], errors[0]["traceback" if debug else "message"].rstrip()
-    rank, code = lost[0]
-    ended = f"ended with exit status {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-    memory = ", often because memory ran out" if code == -signal.SIGKILL else ""
-    where = f"; its output: {run_dir / 'logs' / f'rank{rank}.log'}" if rank else ""
-    return 1, f"rank {rank} {ended}{memory}{where}"
-
-
-def rank_errors(run_dir: Path) -> list[dict[str, Any]]:
-    """The exceptions that ranks of this run reported, the earliest first."""
-    errors = [json.loads(path.read_text()) for path in (run_dir / "logs").glob("rank*.error.json")]
-    return sorted(errors, key=lambda error: error["time"])
+    for rank in ranks:
+        # SIGTERM would ask for a checkpoint.
+        rank.kill()
+    _wait(ranks, GRACE_S)
 
 
 def verdict(run_dir: Path) -> int:
     """The exit status of a run that ended well: a recipe that gives a verdict leaves it in summary.json."""
-    from posttrain.tracking.tracker import read_summary
+    from posttrain.tracking.files import drop_order, read_summary
 
+    drop_order(run_dir)
     return int(read_summary(run_dir).get("exit_status", 0))
 
 
 def close_run(run_dir: Path, status: str, error: str | None) -> None:
-    """Write how the run ended into its summary.json."""
-    from posttrain.tracking.tracker import close_summary
+    """Write how the run ended into its summary.json. A resume that never went on leaves the run's record alone."""
+    from posttrain.tracking.files import close_summary, drop_order
 
     try:
-        close_summary(run_dir, status, error)
+        if not drop_order(run_dir):
+            close_summary(run_dir, status, error)
     except OSError as failure:
         print(f"summary.json could not be written: {failure}", file=sys.stderr)

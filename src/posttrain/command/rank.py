@@ -15,19 +15,23 @@ import re
 import signal
 import sys
 import threading
-import time
-import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from posttrain.command.launch import close_run, rank_errors, threads, verdict, visible_gpus
-from posttrain.config import JobConf
+from posttrain import preemption
+from posttrain.command.failures import rank_errors, record
+from posttrain.command.launch import close_run, threads, verdict, visible_gpus
+from posttrain.command.order import read_order, resolved
+from posttrain.command.output import make_best_effort
+from posttrain.config import JobConf, LaunchConf
 from posttrain.config.validation import typed
 from posttrain.errors import UserError
+from posttrain.preemption import EXIT_STATUS, Preempted
+from posttrain.tracking import whereabouts
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -78,13 +82,14 @@ def join(recipe: Path, read_command_line: Callable[[], dict[str, Any]]) -> NoRet
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    make_best_effort()
     if rank > 0:
         log = os.open(logs / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log, stream.fileno())
-    _watch_stop_signals(run_dir, rank)
-    cfg = typed(recipe.stem, order["job"])
+    cfg = typed(recipe.stem, resolved(order["job"]))
+    _watch_signals(run_dir, rank, cfg.launch, (signal.SIGINT, signal.SIGQUIT))
     status = _run(recipe, cfg, run_dir, store)
     if status and (errors := rank_errors(run_dir)):
         if errors[0]["rank"] == rank:
@@ -125,7 +130,9 @@ def _own_store(timeout_s: float) -> Store:
 
 def _run(recipe: Path, cfg: JobConf, run_dir: Path, store: Store) -> int:
     """Train; the exit status: 0, 2 for a user's mistake, 1 for another exception, then on record."""
+    rank = int(os.environ["RANK"])
     try:
+        whereabouts.begin(run_dir, rank)
         import torch
 
         count = threads(cfg, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -136,9 +143,11 @@ def _run(recipe: Path, cfg: JobConf, run_dir: Path, store: Store) -> int:
             warnings.filterwarnings("ignore", "Triton is not supported on current platform")
         start_process_group(cfg.launch.timeout_s, store)
         _import(recipe).train(cfg, run_dir)
+    except Preempted:
+        return 0 if cfg.launch.requeue else EXIT_STATUS
     # A SystemExit is an error too: a recipe ends by returning.
     except BaseException as error:
-        return _record(error, run_dir)
+        return record(error, run_dir, cfg)
     return 0
 
 
@@ -153,54 +162,42 @@ def _import(recipe: Path) -> ModuleType:
     return module
 
 
-def _record(error: BaseException, run_dir: Path) -> int:
-    """Write the error for the parent or the peers to read, and its traceback into this rank's log."""
-    rank, user = int(os.environ["RANK"]), isinstance(error, UserError)
-    log = run_dir / "logs" / f"rank{rank}.log"
-    first_line = (str(error).strip() or "no message").splitlines()[0]
-    status, trace = 2 if user else 1, "".join(traceback.format_exception(error))
-    record = {
-        "rank": rank,
-        "time": time.time(),
-        "status": status,
-        "message": str(error) if user else f"rank {rank}: {type(error).__name__}: {first_line} (see {log})",
-        "traceback": trace,
-    }
-    try:
-        with open(log, "a") as file:
-            file.write(trace)
-        temporary = log.with_suffix(".error.tmp")
-        temporary.write_text(json.dumps(record))
-        temporary.rename(log.with_suffix(".error.json"))
-    # The disk is full, which often is the error itself.
-    except OSError as failure:
-        print(f"rank {rank}: {type(error).__name__}: {error} (not on record: {failure})", file=sys.stderr)
-    return status
+def _watch_signals(run_dir: Path, rank: int, launch: LaunchConf, ending: Collection[int]) -> None:
+    """Act on signals at once, also inside a collective, where Python's handlers would wait.
 
-
-def _watch_stop_signals(run_dir: Path, rank: int) -> None:
-    """End at once on SIGINT and SIGTERM, also inside a collective, where Python's handlers would wait."""
+    SIGTERM and SIGUSR1 ask for a checkpoint, which has `launch.grace_s`; `ending` end the process.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
-    ending = (signal.SIGINT, signal.SIGTERM)
-    for signum in ending:
+    for signum in (*ending, *preemption.SIGNALS):
         signal.signal(signum, lambda *_: None)
+    room = f"the run was asked to make room, and no checkpoint was written within launch.grace_s={launch.grace_s:g}"
+
+    def end(status: str, message: str, code: int) -> None:
+        # torchrun sends SIGTERM when a peer has failed: then there is an error on record.
+        if rank == 0 and (errors := rank_errors(run_dir)):
+            status, message = "failed", errors[0]["message"]
+        if rank == 0:
+            close_run(run_dir, status, message)
+        os._exit(code)
 
     def watch() -> None:
-        while (signum := os.read(reader, 1)[0]) not in ending:
+        while True:
+            signum = os.read(reader, 1)[0]
+            if signum in ending:
+                end("interrupted", signal.Signals(signum).name, 128 + signum)
             # Another signal, such as SIGCHLD of a data loader, is somebody else's.
-            continue
-        if rank == 0:
-            # torchrun sends SIGTERM when a peer has failed: then there is an error on record.
-            errors = rank_errors(run_dir)
-            if errors:
-                close_run(run_dir, "failed", errors[0]["message"])
-            else:
-                close_run(run_dir, "interrupted", signal.Signals(signum).name)
-        os._exit(128 + signum)
+            if signum not in preemption.SIGNALS or preemption.asked():
+                continue
+            preemption.ask()
+            if not preemption.saves() or rank_errors(run_dir):
+                end("preempted", "the run was asked to make room before its first step", EXIT_STATUS)
+            late = threading.Timer(launch.grace_s, end, ("preempted", room, EXIT_STATUS))
+            late.daemon = True
+            late.start()
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch, name="signals", daemon=True).start()
 
 
 def _forget_accelerate() -> None:
@@ -227,8 +224,10 @@ def main() -> NoReturn:
     import faulthandler
 
     faulthandler.enable()
+    make_best_effort()
     recipe, run_dir = map(Path, sys.argv[1:])
-    cfg = typed(recipe.stem, json.loads((run_dir / "job.json").read_text()))
+    cfg = typed(recipe.stem, read_order(run_dir))
+    _watch_signals(run_dir, int(os.environ["RANK"]), cfg.launch, ())
     _leave(_run(recipe, cfg, run_dir, _own_store(cfg.launch.timeout_s)))
 
 

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 
-from posttrain.config.validation import RENAMED
+from posttrain.config.validation import RENAMED, RENAMED_KEYS
 from posttrain.errors import UserError
 
 _ARGUMENT = re.compile(
@@ -34,6 +34,8 @@ def renamed(arguments: Sequence[str], groups: Collection[str]) -> list[str]:
 def _renamed(argument: str, groups: Collection[str]) -> str:
     """`group=option` and `group.key=value`, also after +, ++ or hydra.sweeper.params., and `~group` or `~group.key`."""
     old = _ARGUMENT.fullmatch(argument)
+    if old is not None and (key := RENAMED_KEYS.get(old["group"] + old["key"])) is not None:
+        return "".join([old["how"], key, old["value"] or ""])
     if old is None or RENAMED.get(old["group"]) not in groups or (old["value"] is None and old["how"] != "~"):
         return argument
     return "".join([old["how"], RENAMED[old["group"]], old["key"], old["value"] or ""])

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from posttrain.config.validation import changes
 from posttrain.errors import UserError
+from posttrain.tracking.files import ORDERS, drop_order, read_records, read_summary
 
 # Of the name of a sweep job's directory; file systems allow 255.
 NAME_LENGTH = 120
@@ -63,12 +64,32 @@ def claim(cfg: DictConfig, values: dict[str, Any]) -> tuple[Path, int]:
         print(f"{run_dir}: no lock guards it against a second run: {error.strerror}", file=sys.stderr)
     for stale in (run_dir / "logs").glob("rank*.error.json"):
         stale.unlink()
+    drop_order(run_dir)
+    if resume:
+        _refuse_to_repeat(run_dir)
     if values.get("resume"):
         _say_what_changes(run_dir if resume else Path(values["resume"]), values)
-    os.ftruncate(lock, 0)
-    os.write(lock, json.dumps(values, indent=1).encode())
-    OmegaConf.save(cfg, run_dir / "config.yaml")
+    # The record of a run that is resumed changes when training goes on, see adopt_order.
+    job, config = list(ORDERS) if resume and os.fstat(lock).st_size else list(ORDERS.values())
+    OmegaConf.save(cfg, run_dir / config)
+    if job == "job.json":
+        os.ftruncate(lock, 0)
+        os.write(lock, json.dumps(values, indent=1).encode())
+    else:
+        (run_dir / job).write_text(json.dumps(values, indent=1))
     return run_dir, lock
+
+
+def _refuse_to_repeat(run_dir: Path) -> None:
+    """Raises UserError where resume=auto would begin again, over the records of a run that is complete."""
+    if any(run_dir.glob("checkpoints/step_*")) or read_summary(run_dir).get("status") != "completed":
+        return
+    records = sum(1 for _ in read_records(run_dir))
+    if records:
+        raise UserError(
+            f"resume=auto: {run_dir} holds a completed run of {records} records and no checkpoint to go on from: "
+            "choose another hydra.run.dir"
+        )
 
 
 def _never_began(run_dir: Path) -> bool:

@@ -133,12 +133,17 @@ class LaunchConf:
     nproc: int | str = "auto"  # ranks on this machine; auto: one a GPU, 1 on a CPU
     threads: int | str = "auto"  # torch threads a rank; auto: OMP_NUM_THREADS, or cores / ranks
     timeout_s: float = 600.0  # a collective that waits longer than this fails the run
+    grace_s: float = 60.0  # after SIGTERM or SIGUSR1 a run has this long to write a checkpoint
+    requeue: bool = False  # a run that was preempted ends with exit status 0 instead of 143
 
 
 @dataclass
 class CheckpointConf:
-    every: int = 100  # steps between checkpoints; 0: none
-    keep: int = 2  # newest checkpoints kept; 0: all
+    every: int = 100  # steps between checkpoints, and one after the last step; 0: none
+    keep_last: int = 2  # newest checkpoints kept; 0: all
+    keep_every: int = 0  # checkpoints of steps that are multiples of this are kept as well; 0: none
+    best: bool = False  # the checkpoint of the best eval/reward is kept as well
+    asynchronous: bool = True  # training goes on while a copy of the state, in CPU memory, is written
     export: bool = True  # write the trained model to <run directory>/model at the end
 
 

@@ -58,6 +58,7 @@ def _common(cfg: JobConf) -> list[tuple[bool, str]]:
         _auto_or_count("launch.nproc", launch.nproc),
         _auto_or_count("launch.threads", launch.threads),
         (launch.timeout_s > 0, f"launch.timeout_s={launch.timeout_s}: must be above 0"),
+        least("launch.grace_s", launch.grace_s, 0),
     ]
 
 
@@ -84,10 +85,28 @@ def _training(cfg: TrainingConf, world: int) -> list[tuple[bool, str]]:
             f"the budget; type packing.tokens_per_row={max(budget // max(pad, 1), 1) * pad}",
         ),
         least("checkpoint.every", cfg.checkpoint.every, 0),
-        least("checkpoint.keep", cfg.checkpoint.keep, 0),
+        least("checkpoint.keep_last", cfg.checkpoint.keep_last, 0),
+        least("checkpoint.keep_every", cfg.checkpoint.keep_every, 0),
+        *_kept(cfg),
         (peak is None or peak > 0, f"metrics.peak_tflops={peak}: must be above 0, or null"),
         _hybrid(cfg, world),
         *(_sft(cfg) if isinstance(cfg, SFTConf) else []),
+    ]
+
+
+def _kept(cfg: TrainingConf) -> list[tuple[bool, str]]:
+    """checkpoint.keep_every and checkpoint.best pick among the checkpoints that there are."""
+    every, kept, judged = cfg.checkpoint.every, cfg.checkpoint.keep_every, cfg.evaluation.every
+    return [
+        (
+            kept <= 0 or (every > 0 and kept % every == 0),
+            f"checkpoint.keep_every={kept} is no multiple of checkpoint.every={every}: there would be no checkpoint",
+        ),
+        (
+            not cfg.checkpoint.best or (min(every, judged, cfg.evaluation.prompts) > 0 and every % judged == 0),
+            f"checkpoint.best=true compares the evaluations of checkpoints: type evaluation.every={every or 100} as "
+            f"well, or another divisor of checkpoint.every={every}, and at least evaluation.prompts=1",
+        ),
     ]
 
 

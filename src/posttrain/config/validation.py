@@ -33,6 +33,7 @@ OF_OTHER_TRAINERS = {  # what is meant here: the names it has there
 }
 ELSEWHERE = {name: here for here, names in OF_OTHER_TRAINERS.items() for name in names.split()}
 RENAMED = {"loss": "algorithm"}  # groups of version 0.1
+RENAMED_KEYS = {"checkpoint.keep": "checkpoint.keep_last"}
 
 
 def typed(recipe: str, values: dict[str, Any]) -> JobConf:
@@ -91,6 +92,8 @@ def no_such_key(key: str, known: dict[str, Any]) -> str:
         if not isinstance(known.get(part), dict):
             break
         group, known = [*group, part], known[part]
+    if key in RENAMED_KEYS:
+        return f"{key} is now {RENAMED_KEYS[key]}"
     path = ".".join(group)
     rest = key.removeprefix(path).lstrip(".")
     if known_as := ELSEWHERE.get(key.rpartition(".")[2]):

@@ -12,12 +12,28 @@ from collections.abc import Mapping
 import torch
 
 from posttrain.config import GRPOConf, PackingMode, TrainingConf
+from posttrain.errors import UserError
+from posttrain.training.policy import Policy
 
 # The mean |logprob of the trainer - logprob of the sampler| that two right implementations stay under. In fp32 it is
 # 1e-5, and 1e-3 where a GPU multiplies with TF32; in bf16 0.006 to 0.06. Broken ones were 0.17 to 1.5.
 GAP = {torch.float64: 1e-6, torch.float32: 5e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 NO_ENTROPY, FULL_ENTROPY = 0.01, 0.95  # nats a token, and a part of log V
 FILL, IMBALANCE = 0.9, 1.2
+
+
+def look_at_first_step(metrics: Mapping[str, float], policy: Policy, cfg: TrainingConf) -> list[str]:
+    """A line for each suspicious value; all ranks see the same ones.
+
+    Raises UserError where no completion at all could be scored: more steps would train on nothing.
+    """
+    if metrics.get("frac_reward_unscorable") == 1:
+        raise UserError(
+            f"task={cfg.task.name}: no completion of the first step could be scored. The answers do not fit the "
+            "reward: look at task.answer_column, and type task.answer_reward=exact for answers in words"
+        )
+    ends = repr(policy.tokenizer.convert_ids_to_tokens(sorted(policy.end_ids)))
+    return suspicious(metrics, cfg, policy.vocabulary, policy.dtype, ends)
 
 
 def suspicious(

@@ -97,7 +97,7 @@ def add_other_parts(export: Path, source: str, revision: str | None, whole: PreT
     """
     files, written = stored(source, revision), stored(str(export), None)
     if files is None or written is None or not written.shapes.keys() <= files.shapes.keys():
-        print(f"{export} is the text model alone: its weights have other names in {source}")
+        print(f"the exported model is the text model alone: its weights have other names in {source}")
         return
     others = [name for name in files.shapes if name not in written.shapes]
     weight_map = {name: file.name for name, file in written.files.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError
-from posttrain.tracking.tracker import finite
+from posttrain.tracking.files import finite
 
 
 class Verdict(IntEnum):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from posttrain import preemption
 from posttrain.config import RolloutConf
 from posttrain.records import Problem, Rollout
 
@@ -101,6 +102,9 @@ def _decode(
             completions[sequence][0].append(token)
             completions[sequence][1].append(logprob)
         keep = (~torch.isin(tokens_S, end)).nonzero().squeeze(1)
+        if preemption.asked():
+            # The step is given up, and sampled again.
+            break
         if position + 1 == uniform.shape[1] or len(keep) == 0:
             break
         if len(keep) < len(active):

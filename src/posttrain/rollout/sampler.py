@@ -28,6 +28,16 @@ from posttrain.training.policy import Policy
 Placed = Mapping[int, Problem]  # by the place in the step
 
 
+def steps_to_ask_for(step: int, cfg: GRPOConf) -> int:
+    """From this step on: itself and up to rollout.max_staleness more, but none beyond the next checkpoint.
+
+    A run that resumes there asks for the same steps with the same weights.
+    """
+    every = cfg.checkpoint.every
+    end = min(cfg.steps, (step // every + 1) * every) if every else cfg.steps
+    return min(1 + cfg.rollout.max_staleness, end - step)
+
+
 class Sampler(Protocol):
     def submit(self, problems: Placed, step: int) -> Any: ...
 

@@ -39,6 +39,8 @@ def banner(summary: Mapping[str, Any]) -> str:
         rows["pauses"] = ", ".join(f"{pause} every {_steps(n).removeprefix('1 ')}" for pause, n in every.items())
     if summary.get("resumed_from"):
         rows["resumed from"] = summary["resumed_from"]
+    if notes := summary.get("resume_notes"):
+        rows["resume"] = "warning: " + "; ".join(notes)
     if mfu := summary.get("mfu"):
         rows["peak"] = (
             f"{mfu['peak_tflops_per_device']:.3g} TFLOP/s a device ({mfu['peak_source']})"

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from posttrain.errors import UserError
-from posttrain.tracking.tracker import METRICS, SUMMARY, read_records, read_summary
+from posttrain.tracking.files import METRICS, SUMMARY, read_records, read_summary
 
 EFFICIENCY = {  # metric: title of its panel
     "perf/mfu": "MFU of the update", "perf/hfu": "HFU of the update", "perf/mfu_step": "MFU of the whole step",

@@ -2,7 +2,7 @@
 
 The files are the contract that notebooks and tests read. wandb is a copy for convenience: it lives in a
 thread of its own, so that neither a dead server nor a killed service makes a step wait, let alone fail.
-Imports neither torch nor wandb: the process that starts the ranks closes the summary of ranks that died.
+Imports neither torch nor wandb.
 """
 
 from __future__ import annotations
@@ -15,10 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import LoggerConf, LoggerName
+from posttrain.preemption import Preempted
 from posttrain.tracking.console import banner, closing
+from posttrain.tracking.files import (
+    METRICS,
+    adopt_order,
+    close_summary,
+    merge_summary,
+    new_summary,
+    read_summary,
+    reserve_room,
+    truncate_after,
+)
 from posttrain.tracking.wandb_log import WandbLog
 
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 SHOWN = {  # metric: label and format on the console
     "reward": ("reward", ".3f"),
     "loss": ("loss", ".4f"),
@@ -33,12 +43,14 @@ SHOWN = {  # metric: label and format on the console
 class Tracker:
     """Writes on the main rank; on every other rank each method does nothing.
 
-    As a context manager it closes the run with the status "completed", "interrupted" (KeyboardInterrupt,
-    SystemExit) or "failed". Opened on a directory that holds records it goes on after them.
+    As a context manager it closes the run with the status "completed", "preempted", "interrupted" (KeyboardInterrupt,
+    SystemExit) or "failed". Opened on a directory that holds records it goes on after those of the first `start` steps.
     """
 
-    def __init__(self, run_dir: Path, cfg: LoggerConf, is_main: bool, config: dict[str, Any], total_steps: int) -> None:
-        self.run_dir, self.cfg, self.config = run_dir, cfg, config
+    def __init__(
+        self, run_dir: Path, cfg: LoggerConf, is_main: bool, total_steps: int, start: float = math.inf
+    ) -> None:
+        self.run_dir, self.cfg, self.start_after = run_dir, cfg, start
         self.is_main, self.total_steps = is_main, total_steps
         self._wandb: WandbLog | None = None
         self._bar = None
@@ -48,17 +60,18 @@ class Tracker:
         if not self.is_main:
             return self
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        records = truncate_after(self.run_dir, math.inf)
+        done = truncate_after(self.run_dir, self.start_after)
+        adopt_order(self.run_dir)
+        reserve_room(self.run_dir)
         self._file = (self.run_dir / METRICS).open("a", encoding="utf-8")
         before = read_summary(self.run_dir)
-        _write(self.run_dir / SUMMARY, json.dumps({"status": "running", "logger": before.get("logger")}))
+        new_summary(self.run_dir, status="running", logger=before.get("logger"))
         if self.cfg.name == LoggerName.wandb:
-            self._wandb = WandbLog(self.run_dir, self.cfg, self.config, (before.get("logger") or {}).get("id"))
+            self._wandb = WandbLog(self.run_dir, self.cfg, self._job(), (before.get("logger") or {}).get("id"))
             self._wandb.start()
         if sys.stdout.isatty():
             from tqdm import tqdm
 
-            done = records[-1]["step"] if records else 0
             self._bar = tqdm(total=self.total_steps, initial=done, unit="step", file=sys.stdout)
         self._open = True
         return self
@@ -66,6 +79,8 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is None:
             self.finish("completed")
+        elif kind is Preempted:
+            self.finish("preempted", "the run was asked to make room: type resume=auto to go on")
         else:
             interrupted = issubclass(kind, KeyboardInterrupt | SystemExit)
             self.finish("interrupted" if interrupted else "failed", f"{kind.__name__}: {error}")
@@ -81,12 +96,19 @@ class Tracker:
             return
         numbers = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         numbers = {key: value for key, value in numbers.items() if value is not None and math.isfinite(value)}
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(f"{self.run_dir / METRICS} was deleted while the run was at work")
         self._file.write(json.dumps({"step": step} | numbers) + "\n")
         self._file.flush()
         if self._wandb:
             self._wandb.records.put((step, numbers))
             self._say_if_wandb_failed()
         self._show(step, numbers)
+
+    def sync(self) -> None:
+        """The records are on the disk: a checkpoint will say that these steps are done."""
+        if self._open:
+            os.fsync(self._file.fileno())
 
     def warn(self, of: str, warnings: list[str]) -> None:
         """Say each warning on a line of its own, and keep them in summary.json."""
@@ -116,6 +138,11 @@ class Tracker:
         summary = close_summary(self.run_dir, status, error)
         self._print(closing(summary))
 
+    def _job(self) -> dict[str, Any]:
+        """The job as its file has it: what came from the environment is not resolved there."""
+        path = self.run_dir / "job.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
     def _show(self, step: int, numbers: dict[str, float]) -> None:
         shown = {label: f"{numbers[key]:{form}}" for key, (label, form) in SHOWN.items() if key in numbers}
         if not shown:
@@ -138,72 +165,3 @@ class Tracker:
             log.said = True
             self._print(f"wandb is off, metrics go on in {self.run_dir / METRICS}: {log.reason}")
             merge_summary(self.run_dir, logger=log.state())
-
-
-def read_records(run_dir: Path) -> list[dict[str, float]]:
-    """The records of metrics.jsonl; a last line torn by the death of its writer is left out."""
-    path = run_dir / METRICS
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
-    # After the last newline there is nothing, or a torn record.
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def truncate_after(run_dir: Path, step: float) -> list[dict[str, float]]:
-    """Drop the records beyond `step`, which a resumed run writes again, and a torn line. Returns the rest."""
-    records = [record for record in read_records(run_dir) if record["step"] <= step]
-    if (run_dir / METRICS).exists():
-        _write(run_dir / METRICS, "".join(json.dumps(record) + "\n" for record in records))
-    return records
-
-
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / SUMMARY
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def merge_summary(run_dir: Path, **fields: Any) -> dict[str, Any]:
-    """Merge fields into summary.json, which is whole at any moment."""
-    summary: dict[str, Any] = finite(read_summary(run_dir) | fields)
-    _write(run_dir / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    return summary
-
-
-def finite(value: Any) -> Any:
-    """The same nested lists and dicts with null for NaN and infinities, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def close_summary(run_dir: Path, status: str, error: str | None = None) -> dict[str, Any]:
-    """Finalise summary.json from metrics.jsonl, and return it. `status` is completed, failed or interrupted.
-
-    An error that a rank wrote is kept unless the caller gives one.
-    """
-    records = read_records(run_dir)
-    rewards = [record["reward"] for record in records if "reward" in record]
-    tenth = max(1, len(rewards) // 10)
-    phases = sorted({key for record in records for key in record if key.startswith("time/")})
-    return merge_summary(
-        run_dir,
-        status=status,
-        error=error or (read_summary(run_dir).get("error") if status != "completed" else None),
-        steps=records[-1]["step"] if records else 0,
-        reward={"first_tenth": _mean(rewards[:tenth]), "last_tenth": _mean(rewards[-tenth:])},
-        tokens=sum(record.get("num_tokens", 0) for record in records),
-        skipped_updates=sum(record.get("skipped_updates", 0) for record in records),
-        seconds={phase[5:]: sum(record.get(phase, 0) for record in records) for phase in phases},
-    )
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader, or a crash, sees the old text or the new."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

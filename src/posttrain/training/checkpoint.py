@@ -1,141 +1,132 @@
-"""Checkpoints through accelerate: sharded weights and optimizer state, written aside and renamed when whole.
+"""Checkpoints: which there are, which are as they were written, and how one is read. saving.py writes them.
 
-A run's data, learning rate and sampling noise are functions of the seed and the step, so weights, optimizer state,
-generator states, the step's number and a reference policy that has moved are all there is to save.
-Checkpoints are trusted input: torch's format has a pickled index. Load none that you would not run as a program.
+    checkpoints/step_00000100/
+      manifest.json               the step, what the run reads, and size and SHA-256 of each file
+      rank_00000.safetensors      this rank's share of weights and optimizer state, see snapshot.py
+      rank_00000.json             its generator states
+
+A checkpoint is data: no file of it is a pickle, and reading one runs no code.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as distributed_checkpoint
-from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
 
 from posttrain.errors import UserError
-from posttrain.training.reference import Reference, trained
-
-# Written last: a directory without it is no checkpoint.
-PROGRESS = "progress.json"
-# Holds the trained parameters of a reference policy that has moved.
-REFERENCE = "reference"
-
-
-def save(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    run_dir: Path,
-    step: int,
-    keep: int,
-    reference: Reference | None = None,
-) -> None:
-    """Write `checkpoints/step_<step>`, then drop all but the newest `keep` (0: none dropped). All ranks call it.
-
-    The reference is written once it has moved (algorithm.kl.refresh_every); until then it is the model that the run
-    started from, and adds nothing to the checkpoint.
-    """
-    folder = run_dir / "checkpoints"
-    final = folder / f"step_{step:08d}"
-    partial = folder / f"partial_{step:08d}"
-    if accelerator.is_main_process:
-        # A run that died while it saved leaves a partial one; one that resumed earlier writes this step again.
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(final, ignore_errors=True)
-    dist.barrier()
-    # Written aside and renamed when whole: whatever happens in between, no torn checkpoint has the name of a whole one.
-    with _one_cpu_thread():
-        accelerator.save_state(str(partial))
-        if reference is not None and reference.moved:
-            with reference.in_place(model):
-                distributed_checkpoint.save(_weights(model), checkpoint_id=partial / REFERENCE)
-    dist.barrier()
-    if accelerator.is_main_process:
-        (partial / PROGRESS).write_text(json.dumps({"step": step, **_kind(accelerator, model)}))
-        partial.rename(final)
-        for old in complete(run_dir)[:-keep] if keep else []:
-            shutil.rmtree(old)
-    dist.barrier()
+from posttrain.training import manifest
+from posttrain.training.fsdp import from_all_ranks
+from posttrain.training.manifest import MANIFEST, Manifest
+from posttrain.training.reference import Reference
+from posttrain.training.snapshot import restore, set_generator_states
 
 
 def complete(run_dir: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    return sorted(path.parent for path in run_dir.glob(f"checkpoints/step_*/{PROGRESS}"))
+    """The checkpoints of a run, damaged ones too, oldest first."""
+    return sorted(path.parent for path in run_dir.glob(f"checkpoints/step_*/{MANIFEST}"))
 
 
-def find(resume: str | None, run_dir: Path) -> Path | None:
-    """The checkpoint that `resume` means: none, this run's newest (auto), another run's newest, or the one named.
+def find(resume: str | None, run_dir: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint that `resume` means, and a line for each damaged one that is passed over. A collective.
 
-    Raises UserError for a path that holds no checkpoint. `auto` without one starts at step 0.
+    `resume`: null, no checkpoint; `auto`, the newest good one of this run, or none where it has none; else a run
+    directory, whose newest one is meant, or a checkpoint. Raises UserError for a path that holds no checkpoint, for a
+    named checkpoint that is damaged, and where all are.
     """
     if resume is None:
-        return None
-    if resume == "auto":
-        if not (found := complete(run_dir)):
-            print(f"resume=auto: no checkpoint in {run_dir} yet, starting at step 0")
-        return found[-1] if found else None
-    path = Path(resume)
-    if (path / PROGRESS).is_file():
-        return path
-    if found := complete(path):
-        return found[-1]
-    raise UserError(
-        f"resume={resume}: no checkpoint there. Give a run directory that holds checkpoints/, one of its "
-        "checkpoints/step_*, or auto."
-    )
+        return None, []
+    if resume != "auto":
+        path = Path(resume)
+        found = [path] if (path / MANIFEST).is_file() else complete(path)
+        if not found:
+            raise UserError(
+                f"resume={resume}: no checkpoint there. Give a run directory that holds checkpoints/, one of its "
+                f"checkpoints/step_*, or auto{_of_old_version(path)}"
+            )
+        if complaint := damage(found[-1]):
+            others = found[:-1] or [other for other in complete(path.parent.parent) if other != path]
+            good = next((other for other in reversed(others) if not damage(other)), None)
+            advice = f"type resume={good}" if good else "there is no good one beside it"
+            raise UserError(f"resume={resume}: {found[-1].name} is damaged: {complaint}; {advice}")
+        return found[-1], []
+    found = complete(run_dir)
+    notes: list[str] = []
+    for checkpoint in reversed(found):
+        complaint = damage(checkpoint)
+        if complaint is None:
+            return checkpoint, notes
+        notes.append(f"{checkpoint.name} is damaged and passed over: {complaint}")
+    if found:
+        raise UserError(f"resume=auto: every checkpoint in {run_dir} is damaged: {'; '.join(notes)}")
+    return None, []
 
 
-def load(accelerator: Accelerator, model: torch.nn.Module, checkpoint: Path, reference: Reference | None = None) -> int:
-    """Restore what `save` wrote, on any number of ranks; the step it was written after.
+def _of_old_version(path: Path) -> str:
+    old = [*path.glob("progress.json"), *path.glob("checkpoints/step_*/progress.json")]
+    return "; the checkpoints there are of an earlier version, in pickles, which this one does not read" if old else ""
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint: a file, and what is wrong with it. None: all is as it was written. A collective.
+
+    The ranks share the files to read.
+    """
+    found = manifest.read(checkpoint)
+    mine: list[str | None] = []
+    if isinstance(found, Manifest):
+        share = list(found.files.items())[dist.get_rank() :: dist.get_world_size()]
+        mine = [manifest.wrong(checkpoint, name, promised) for name, promised in share]
+    elif dist.get_rank() == 0:
+        mine = [found]
+    return next((complaint for complaint in from_all_ranks(mine) if complaint), None)
+
+
+def load(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path, reference: Reference | None = None
+) -> tuple[Manifest, list[str]]:
+    """Restore what `save` wrote, on any number of ranks and for any sharding; its manifest, and what is to be said.
 
     The checkpoint says where the reference is and the config whether it moves on: one that has moved is restored even
     if this run never moves it, and a checkpoint without one leaves `reference` what it is, the model that the run
     started from.
 
-    Raises UserError for another model's checkpoint, and between FSDP and DDP, whose files differ.
+    Raises UserError for another model's checkpoint.
     """
-    progress = json.loads((checkpoint / PROGRESS).read_text())
-    for key, here in _kind(accelerator, model).items():
-        if progress[key] != here:
-            advice = {"ddp": "fsdp=no_shard", "fsdp": "fsdp=full_shard"}.get(progress[key], "its model")
-            raise UserError(f"resume: {checkpoint} has {key} {progress[key]}, this run {here}. Resume with {advice}.")
+    found = manifest.read(checkpoint)
+    if isinstance(found, str):
+        raise UserError(f"resume: {checkpoint}: {found}")
+    for key, here in kind(model).items():
+        if getattr(found, key) != here:
+            raise UserError(
+                f"resume: {checkpoint} has {key} {getattr(found, key)}, this run {here}. Resume with its model"
+            )
+    notes: list[str] = []
     with _one_cpu_thread():
-        accelerator.load_state(str(checkpoint))
-        if (checkpoint / REFERENCE).is_dir():
-            if reference is not None:
-                with reference.in_place(model):
-                    distributed_checkpoint.load(_weights(model), checkpoint_id=checkpoint / REFERENCE)
-                reference.moved = True
-            elif accelerator.is_main_process:
-                print(f"resume: algorithm.kl.coefficient=0, so the reference policy in {checkpoint} is not used")
-    return progress["step"]
+        moved = restore(checkpoint, model, optimizer, reference)
+    if moved and reference is None:
+        notes.append("algorithm.kl.coefficient=0, so the reference policy of the checkpoint is not used")
+    states = checkpoint / f"rank_{dist.get_rank():05d}.json"
+    if states.is_file():
+        set_generator_states(json.loads(states.read_text()))
+    if found.world_size != dist.get_world_size():
+        notes.append(
+            f"the checkpoint is of {found.world_size} rank{'s' * (found.world_size != 1)}: weights, optimizer state "
+            "and data order go on exactly, sums over ranks in another order"
+        )
+    return found, notes
 
 
-def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What torch's distributed checkpoint reads and writes in place, under names that no wrapper changes."""
-    return {name: parameter.detach() for name, parameter in trained(model).items()}
-
-
-def nothing_left(resume: str | None, start: int, steps: int) -> bool:
-    """Is a run that resumes at `start` complete? Raises UserError where that cannot be what the user wants."""
-    if start < steps or resume is None:
-        return False
-    if resume != "auto":
-        raise UserError(f"resume={resume} is a checkpoint of step {start}, and steps={steps}: raise steps")
-    print(f"nothing left to do: step {start} of steps={steps} is done")
-    return True
-
-
-def _kind(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, str | int]:
+def kind(model: torch.nn.Module) -> dict[str, Any]:
     """What a checkpoint and the run that loads it must have in common."""
-    bare = accelerator.unwrap_model(model)
+    bare: Any = model.module if isinstance(model, DistributedDataParallel) else model
     return {
-        "format": "fsdp" if accelerator.is_fsdp2 else "ddp",
         "model": bare.config.model_type,
         "parameters": sum(parameter.numel() for parameter in bare.parameters()),
     }
@@ -145,7 +136,7 @@ def _kind(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, str | i
 def _one_cpu_thread() -> Iterator[None]:
     """Keep torch's distributed checkpoint, which works in threads of its own, from making thread teams there.
 
-    They outlive the save and make OpenMP believe that the cores are oversubscribed: every later step on a CPU was
+    They outlive the load and make OpenMP believe that the cores are oversubscribed: every later step on a CPU was
     3.2 times slower (torch 2.13, 2 cores, 2 threads).
     """
     threads = torch.get_num_threads()

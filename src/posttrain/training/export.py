@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,15 +14,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from posttrain.config import ModelConf
 from posttrain.models.configs import whole_config
 from posttrain.models.multimodal import add_other_parts
+from posttrain.training.manifest import flush_to_disk
 
 
 def export(
     accelerator: Accelerator, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, cfg: ModelConf
 ) -> None:
-    """Write the weights of all ranks, see `write`. A collective."""
+    """Write the weights of all ranks to `path`, see `write`. A collective.
+
+    They are written aside and get their name when they are whole, and on the disk.
+    """
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        write(accelerator.unwrap_model(model), state, tokenizer, path, cfg)
+        partial = path.with_name(f"{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        write(accelerator.unwrap_model(model), state, tokenizer, partial, cfg)
+        for file in partial.iterdir():
+            flush_to_disk(file)
+        if path.exists():
+            # Of the same run, which had fewer steps.
+            shutil.rmtree(path)
+        partial.rename(path)
     dist.barrier()
 
 

@@ -1,7 +1,8 @@
 """accelerate's FSDP2 plugin from the fsdp group, the sharding read back from the wrapped model, and collectives.
 
 What torch keeps private of FSDP2 is touched in this file alone: `_get_fsdp_state`, `_fsdp_param_group`, `_is_root`,
-`_reshard_after_forward` and `reset_iter_state`, as they are in torch 2.11 to 2.13 (`reset_iter_state` from 2.13 on).
+`_reshard_after_forward`, `reset_iter_state` and `compute_local_shape_and_global_offset`, as they are in torch 2.11 to
+2.13 (`reset_iter_state` from 2.13 on).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -110,6 +113,20 @@ def gathered(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
             module.set_reshard_after_forward(value, recurse=False)
 
 
+def share(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], bool | None]:
+    """What this rank holds of a tensor, where in the whole it begins, and whether it is this rank's to write.
+
+    None: every rank holds the whole. Under hybrid_shard the first group writes.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim, None
+    mesh, places = tensor.device_mesh, tensor.placements
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, places)
+    coordinate = mesh.get_coordinate() or ()
+    mine = all(place.is_shard() or at == 0 for place, at in zip(places, coordinate, strict=True))
+    return tensor.to_local(), tuple(offsets), mine
+
+
 def reshard(model: torch.nn.Module) -> None:
     """Free what FSDP has gathered: it would go on computing with it, and hides the shards behind it.
 
@@ -143,6 +160,11 @@ def from_all_ranks(mine: list[Item]) -> list[Item]:
     shares: list[list[Item]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(shares, mine)
     return [item for share in shares for item in share]
+
+
+def on_any_rank(true_here: bool) -> bool:
+    """Is it true on some rank? A collective."""
+    return bool(reduce_over_ranks({"": torch.tensor(float(true_here))}, dist.ReduceOp.MAX)[""])
 
 
 def reduce_over_ranks(values: dict[str, torch.Tensor], op: dist.ReduceOp.RedOpType) -> dict[str, float]:

@@ -8,12 +8,11 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
 from posttrain.config import OptimConf, Schedule
-from posttrain.training.fsdp import reduce_over_ranks
+from posttrain.training.fsdp import on_any_rank
 
 
 def make_optimizer(model: nn.Module, cfg: OptimConf) -> torch.optim.AdamW:
@@ -69,8 +68,7 @@ def step(
     optimizer state are then as before; clipping alone would turn one NaN into a model of NaNs.
     """
     norm = float(accelerator.clip_grad_norm_(model.parameters(), cfg.max_grad_norm))
-    broken = torch.tensor(not math.isfinite(norm) or not loss.isfinite())
-    finite = not any(reduce_over_ranks({"broken": broken}, dist.ReduceOp.MAX).values())
+    finite = not on_any_rank(not math.isfinite(norm) or not loss.isfinite())
     if finite:
         optimizer.step()
     optimizer.zero_grad()
