@@ -108,6 +108,7 @@ class Run:
             # The run that is resumed ended between this step and its evaluation.
             self.evaluate()
         while not self._over():
+            self._tracker.check()
             self._saver.check()
             self.step = self.steps_done
             self._generators = generator_states()

@@ -217,7 +217,10 @@ def resume(model, optimizer, reference, strategy, folder, policy, moved):
     A reference that has not moved is not in a checkpoint.
     """
     folder /= "saved"
-    if dist.get_world_size() == 2 and not folder.exists():
+    first = dist.get_world_size() == 2 and not folder.exists()
+    dist.barrier()
+    if first:
+        folder.mkdir(exist_ok=True)
         save(model, optimizer, folder, 7, reference)
         expected = policy, moved, moments(model, optimizer)
         if dist.get_rank() == 0:
@@ -229,6 +232,7 @@ def resume(model, optimizer, reference, strategy, folder, policy, moved):
     _, model, optimizer = prepare(strategy, torch.float32)
     reference, start = make_reference(model, KL[ReferenceDevice.cpu]), whole(model)
     new = folder / f"{strategy}_{dist.get_world_size()}"
+    new.mkdir(exist_ok=True)
     save(model, optimizer, new, 1, reference)
     assert checkpoint.damage(of_two) is None
     found, notes = checkpoint.load(model, optimizer, of_two, reference)

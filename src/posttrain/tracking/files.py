@@ -98,18 +98,18 @@ def close_summary(run_dir: Path, status: str, error: str | None = None) -> dict[
     free_room(run_dir)
     kept = read_summary(run_dir).get("error") if status != "completed" else None
     try:
-        totals = _totals(run_dir)
+        totals = _totals(read_records(run_dir))
     # The run has ended, whatever its records look like.
     except UserError as unreadable:
-        totals, error = {}, error or str(unreadable)
+        totals, error = _totals(iter(())), error or str(unreadable)
     return merge_summary(run_dir, status=status, error=error or kept, **totals)
 
 
-def _totals(run_dir: Path) -> dict[str, Any]:
+def _totals(records: Iterator[dict[str, float]]) -> dict[str, Any]:
     steps, tokens, skipped = 0, 0.0, 0.0
     rewards: list[float] = []
     seconds: dict[str, float] = {}
-    for record in read_records(run_dir):
+    for record in records:
         steps = int(record["step"])
         tokens += record.get("num_tokens", 0)
         skipped += record.get("skipped_updates", 0)

@@ -96,8 +96,7 @@ class Tracker:
             return
         numbers = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         numbers = {key: value for key, value in numbers.items() if value is not None and math.isfinite(value)}
-        if os.fstat(self._file.fileno()).st_nlink == 0:
-            raise FileNotFoundError(f"{self.run_dir / METRICS} was deleted while the run was at work")
+        self.check()
         self._file.write(json.dumps({"step": step} | numbers) + "\n")
         self._file.flush()
         if self._wandb:
@@ -105,8 +104,15 @@ class Tracker:
             self._say_if_wandb_failed()
         self._show(step, numbers)
 
+    def check(self) -> None:
+        """Raises FileNotFoundError where nobody will find what is written."""
+        path = self.run_dir / METRICS
+        if self._open and not (path.exists() and os.path.samestat(path.stat(), os.fstat(self._file.fileno()))):
+            raise FileNotFoundError(f"{path} was deleted or moved while the run was at work")
+
     def sync(self) -> None:
         """The records are on the disk: a checkpoint will say that these steps are done."""
+        self.check()
         if self._open:
             os.fsync(self._file.fileno())
 
@@ -120,23 +126,31 @@ class Tracker:
 
     def summary(self, **fields: Any) -> None:
         """Merge fields into summary.json."""
+        self.check()
         if self._open:
             merge_summary(self.run_dir, **fields)
 
     def finish(self, status: str, error: str | None = None) -> None:
-        """Close the run's files and print the closing table. The first call counts."""
+        """Close the run's files and print the closing table. The first call counts.
+
+        Raises OSError where a completed run cannot be recorded as one; a run that failed says why it failed instead.
+        """
         if not self._open:
             return
         self._open = False
-        self._file.close()
         if self._bar is not None:
             self._bar.close()
-        if self._wandb:
-            self._wandb.close(exit_code=0 if status == "completed" else 1)
-            self._say_if_wandb_failed()
-            merge_summary(self.run_dir, logger=self._wandb.state())
-        summary = close_summary(self.run_dir, status, error)
-        self._print(closing(summary))
+        try:
+            self._file.close()
+            if self._wandb:
+                self._wandb.close(exit_code=0 if status == "completed" else 1)
+                self._say_if_wandb_failed()
+                merge_summary(self.run_dir, logger=self._wandb.state())
+            self._print(closing(close_summary(self.run_dir, status, error)))
+        except OSError as failure:
+            if status == "completed":
+                raise
+            self._print(f"the end of the run is not on record: {failure}")
 
     def _job(self) -> dict[str, Any]:
         """The job as its file has it: what came from the environment is not resolved there."""

@@ -56,7 +56,8 @@ class Saver:
         if dist.get_rank() == 0:
             # A run that died while it saved has left one.
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            self.folder.mkdir(exist_ok=True)
+            partial.mkdir()
         dist.barrier()
         taken = snapshot(model, optimizer, reference, generators)
         closing = Manifest(
