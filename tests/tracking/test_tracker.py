@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -330,3 +331,14 @@ def test_wandb_goes_on_in_its_own_run_after_a_resume(tmp_path):
     truncate_after(tmp_path / "run", 0)
     _, again, _ = run_with_wandb(tmp_path, "offline")
     assert again["id"] == logger["id"]
+
+
+@pytest.mark.parametrize("gone", ["deleted", "moved"])
+def test_records_that_nobody_will_find_are_not_written(tmp_path, gone, capsys):
+    with pytest.raises(FileNotFoundError, match="was deleted or moved"), tracker(tmp_path / "run") as run:
+        run.log(1, record(1))
+        shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+        if gone == "deleted":
+            shutil.rmtree(tmp_path / "elsewhere")
+        run.log(2, record(2))
+    assert "the end of the run is not on record" in capsys.readouterr().out

@@ -150,7 +150,9 @@ class Tracker:
         except OSError as failure:
             if status == "completed":
                 raise
-            self._print(f"the end of the run is not on record: {failure}")
+            gone = not self.run_dir.is_dir()
+            why = f"{self.run_dir} was deleted or moved while the run was at work" if gone else str(failure)
+            self._print(f"the end of the run is not on record: {why}")
 
     def _job(self) -> dict[str, Any]:
         """The job as its file has it: what came from the environment is not resolved there."""
