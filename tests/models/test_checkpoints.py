@@ -1,6 +1,7 @@
 """Checkpoints as users bring them: extra, missing and tied weights, flags, torn files, and what an export holds."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -176,3 +177,11 @@ def test_a_generated_checkpoint_loads_the_same_or_is_refused_in_one_line(tmp_pat
     else:
         assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
     shutil.rmtree(path)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pipe_is_not_waited_for(copied, name):
+    (copied / name).unlink()
+    os.mkfifo(copied / name)
+    assert f"{name} is a pipe or a device, and no file: take it away" in refused(copied)

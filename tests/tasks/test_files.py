@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 from decimal import Decimal
 
 import pyarrow as pa
@@ -258,3 +259,9 @@ def test_a_file_whose_rows_are_all_dropped_says_why(tmp_path):
     file = written(tmp_path / "a.jsonl", '{"prompt": "?", "answer": null}\n' * 3 + '{"prompt": null, "answer": 1}')
     with pytest.raises(UserError, match="task=jsonl has no prompt left of 4 rows: 3 no answer, 1 no prompt$"):
         make_task(conf(file), TOKENIZER)
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    assert "a.jsonl is a pipe or a device: write what comes out of it" in refused(str(tmp_path / "a.jsonl"))

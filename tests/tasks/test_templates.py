@@ -1,6 +1,8 @@
 """Chat templates and tokenizers of every kind: a conversation is rendered whole, or one line says what to do."""
 
 import json
+import signal
+import time
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -298,3 +300,30 @@ def test_byte_level_answers_are_the_text_itself():
             task="t", index=0, prompt="", prompt_ids=(made.convert_tokens_to_ids("<|assistant|>"),), answer=answer
         )
         assert answer_ids(asked, made) == made(answer)["input_ids"]
+
+
+def test_a_template_that_never_ends(refused, monkeypatch):
+    loop = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    monkeypatch.setattr("posttrain.models.chat.LIMIT_S", 0.3)
+    # pytest's own time-out is an alarm too, and must still come.
+    others, _ = signal.setitimer(signal.ITIMER_REAL, 100)
+    began = time.monotonic()
+    said = refused(["1+1="], tokenizer(loop + CHATML))
+    assert "the chat template fails: TimeoutError: it took longer than 0.3 s" in said
+    left, _ = signal.setitimer(signal.ITIMER_REAL, others)
+    assert time.monotonic() - began < 10 and 80 < left < 100
+
+
+def test_a_row_of_many_megabytes_is_not_tokenized(make, monkeypatch):
+    """It is dropped by its characters, and only where they cannot be few enough tokens."""
+    seen = []
+    real = PreTrainedTokenizerFast._encode_plus
+
+    def watched(self, text, *arguments, **options):
+        seen.append(max(map(len, text)) if isinstance(text, list) else len(text))
+        return real(self, text, *arguments, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", watched)
+    task = make(["1+1=", "1" * 20_000_000, "2" * 1000], tokenizer(), max_prompt_tokens=60)
+    assert len(task.train) == 1 and task.dropped == {"longer than task.max_prompt_tokens": 2}
+    assert 1000 <= max(seen) < 10_000

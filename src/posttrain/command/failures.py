@@ -50,7 +50,9 @@ def record(error: BaseException, run_dir: Path, cfg: JobConf) -> int:
 
 def _out_of_memory(error: BaseException, run_dir: Path, rank: int) -> str:
     """The phase in which memory ran out and what lowers it; nothing for another error."""
-    short = isinstance(error, MemoryError) or re.search("out of memory|allocate memory|enough memory", str(error))
+    short = isinstance(error, MemoryError) or re.search(
+        "out of memory|allocate memory|enough memory|could not create a primitive", str(error)
+    )
     return f",{memory_advice(run_dir, rank)}" if short else ""
 
 

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Collection
@@ -214,6 +215,11 @@ def _leave(status: int) -> NoReturn:
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
+    for found in gc.get_objects():
+        if type(found) is tempfile.TemporaryDirectory:
+            # Those of wandb go in the interpreter's shutdown, which does not come.
+            with contextlib.suppress(OSError):
+                found.cleanup()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 Turns = Sequence[dict[str, Any]]  # {"role": ..., "content": ...}
+# A template is a program: it may loop for ever.
+LIMIT_S = 10.0
 QUESTION, ANSWER = "How many are 4 and 7?", "They are 11 in all."  # of a conversation that is rendered to look at it
 
 
@@ -16,9 +23,13 @@ class TemplateError(ValueError):
 
 
 def render(tokenizer: PreTrainedTokenizerBase, turns: Turns, generation: bool = True) -> str:
-    """The conversation as text, with the header of the model's turn if `generation`. Raises TemplateError."""
+    """The conversation as text, with the header of the model's turn if `generation`.
+
+    Raises TemplateError, also after LIMIT_S seconds.
+    """
     try:
-        text = tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=generation)
+        with _within(LIMIT_S):
+            text = tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=generation)
     except Exception as error:
         # A template is a program of the checkpoint's author: it may raise whatever Python and jinja do.
         said = next(iter(str(error).strip().splitlines()), "")
@@ -26,6 +37,26 @@ def render(tokenizer: PreTrainedTokenizerBase, turns: Turns, generation: bool = 
     # Ids come only with tokenize=True.
     assert isinstance(text, str)
     return text
+
+
+@contextlib.contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in what is inside; in another thread than the main one, which gets no signals, never."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it took longer than {seconds:g} s")
+
+    before, began = signal.signal(signal.SIGALRM, late), time.monotonic()
+    others, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        # Somebody else's alarm goes on.
+        signal.setitimer(signal.ITIMER_REAL, max(others - (time.monotonic() - began), 0.001) if others else 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

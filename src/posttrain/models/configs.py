@@ -46,6 +46,10 @@ def whole_config(cfg: ModelConf) -> PreTrainedConfig:
             f"model.path={path} is neither a directory nor a hub name. Give a local directory, a hub name such as "
             "Qwen/Qwen3.5-4B, or model.path=null for the embedded tiny model."
         )
+    for file in Path(path).iterdir() if Path(path).is_dir() else ():
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            # To open a pipe waits for whoever writes into it.
+            raise UserError(f"model.path={path}: {file.name} is a pipe or a device, and no file: take it away")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             path, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code

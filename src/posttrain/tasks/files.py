@@ -84,6 +84,9 @@ def _matching(path: str, option: str) -> list[Path]:
     for file in found:
         if file.suffix.lower() not in READERS:
             raise UserError(f"{option}={file}: the name must end in {ENDINGS}")
+        if file.exists() and not file.is_file():
+            # To open a pipe waits for whoever writes into it.
+            raise UserError(f"{option}={file} is a pipe or a device: write what comes out of it into a file")
     return found
 
 

@@ -37,12 +37,16 @@ def problems(
     of the row, where messages and template do not fit.
     """
     reasons = Counter(reason for row in rows if (reason := lacking(row)))
-    kept = [(index, row) for index, row in enumerate(rows) if not lacking(row)]
+    asked = [(index, row) for index, row in enumerate(rows) if not lacking(row)]
+    texts = [written(conversation(row, cfg, tokenizer)[0], tokenizer, row.place) for _, row in asked]
+    most = most_characters(cfg, tokenizer)
+    kept = [(index, row, text) for (index, row), text in zip(asked, texts, strict=True) if len(text) <= most]
+    reasons.update([TOO_LONG] * (len(asked) - len(kept)))
     if not kept:
         return [], reasons
-    texts = [written(conversation(row, cfg, tokenizer)[0], tokenizer, row.place) for _, row in kept]
     found = []
-    for (index, row), ids in zip(kept, encode(texts, tokenizer, template.appended), strict=True):
+    ids_of_all = encode([text for _, _, text in kept], tokenizer, template.appended)
+    for (index, row, _), ids in zip(kept, ids_of_all, strict=True):
         # `lacking` leaves none of these.
         assert row.prompt is not None and row.answer is not None
         if 0 < len(ids) <= cfg.max_prompt_tokens:
@@ -52,6 +56,15 @@ def problems(
         else:
             reasons[TOO_LONG if ids else "empty prompt"] += 1
     return found, reasons
+
+
+def most_characters(cfg: TaskConf, tokenizer: PreTrainedTokenizerBase) -> int:
+    """A longer text has more than task.max_prompt_tokens tokens; to tokenize it could take minutes and gigabytes.
+
+    No token stands for more characters than the longest one has, but for what a normalizer folds: four into one.
+    """
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    return 4 * longest * cfg.max_prompt_tokens
 
 
 def conversation(row: Row, cfg: TaskConf, tokenizer: PreTrainedTokenizerBase) -> tuple[Turns, str]:

@@ -30,7 +30,7 @@ from posttrain.training.snapshot import restore, set_generator_states
 
 def complete(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, damaged ones too, oldest first."""
-    return sorted(path.parent for path in run_dir.glob(f"checkpoints/step_*/{MANIFEST}"))
+    return sorted(path.parent for path in run_dir.glob(f"checkpoints/step_*/{MANIFEST}") if path.is_file())
 
 
 def find(resume: str | None, run_dir: Path) -> tuple[Path | None, list[str]]:

@@ -63,10 +63,11 @@ def read(folder: Path) -> Manifest | str:
 
 def wrong(folder: Path, name: str, promised: dict[str, Any]) -> str | None:
     """What is wrong with one file of a checkpoint in words; None: it is as it was written."""
+    # To open a pipe waits for whoever writes into it.
+    if not (folder / name).is_file():
+        return f"{name} is {'no file' if (folder / name).exists() else 'missing'}"
     try:
         found = signature(folder / name)
-    except FileNotFoundError:
-        return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     if found["bytes"] != promised["bytes"]:
