@@ -27,6 +27,8 @@ def compose(tmp_path, monkeypatch, capsys):
         ("~loss", "~algorithm"),
         ("~loss.kl", "~algorithm.kl"),
         ("~loss=dapo", "~algorithm=dapo"),
+        ("checkpoint.keep=3", "checkpoint.keep_last=3"),
+        ("++checkpoint.keep=3,4", "++checkpoint.keep_last=3,4"),
         ("loss.kl.coefficient=1e-3", "algorithm.kl.coefficient=1e-3"),
         ("loss.kl.coefficient=1e-3,0", "algorithm.kl.coefficient=1e-3,0"),
         ('loss.surrogate="clip"', 'algorithm.surrogate="clip"'),
@@ -43,7 +45,16 @@ def test_old_names(capsys, old, new):
 
 @pytest.mark.parametrize(
     "argument",
-    ["loss", "loss/x=1", "lossy=1", "model.loss=1", "task.path=loss=1", "--config-dir=loss"],
+    [
+        "checkpoint.keep_last=1",
+        "checkpoint.keeper=1",
+        "loss",
+        "loss/x=1",
+        "lossy=1",
+        "model.loss=1",
+        "task.path=loss=1",
+        "--config-dir=loss",
+    ],
 )
 def test_what_only_looks_like_an_old_name(capsys, argument):
     assert renamed([argument], GROUPS) == [argument] and capsys.readouterr().err == ""

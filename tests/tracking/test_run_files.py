@@ -14,6 +14,7 @@ from posttrain.tracking.files import (
     is_finished,
     read_records,
     reserve_room,
+    set_aside,
     truncate_after,
 )
 
@@ -85,3 +86,12 @@ def test_finished_is_completed_with_its_model(tmp_path):
     assert is_finished(tmp_path, export=False) and not is_finished(tmp_path, export=True)
     (tmp_path / "model").mkdir()
     assert is_finished(tmp_path, export=True)
+
+
+def test_records_of_a_run_that_begins_again_are_kept(tmp_path):
+    set_aside(tmp_path)
+    for text in ("", "first", "second"):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        set_aside(tmp_path)
+    assert (tmp_path / "metrics.1.jsonl").read_text() == "first"
+    assert (tmp_path / "metrics.2.jsonl").read_text() == "second" and not (tmp_path / "metrics.jsonl").exists()

@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import SMALL, command
+from conftest import command
+from faulty_runs import SHORT, records
 from jobs import run_jobs, values
 from transformers import AutoModelForCausalLM
 
@@ -19,79 +20,49 @@ from posttrain.training.policy import prepare
 from posttrain.training.saving import Saver
 from posttrain.training.snapshot import generator_states
 
-RUN = [*SMALL, "steps=4", "checkpoint.every=2", "optim.schedule=linear", "optim.warmup_steps=3"]
+RUN = [*SHORT, "steps=4", "evaluation.every=0"]
 
 
-def records(directory):
-    """Of training, without what a clock or the memory says."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))}
-        for line in lines
-        if "loss" in line
-    ]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of four steps on two ranks, with checkpoints after two and four."""
+    (run,) = run_jobs(tmp_path_factory.mktemp("whole") / "jobs", RUN, nproc=2)
+    assert run.returncode == 0, run.output
+    return run.directory
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def whole(request, tmp_path_factory):
-    """An uninterrupted run of four steps with checkpoints after two and four."""
-    directory = tmp_path_factory.mktemp("whole") / "run"
-    process = command("grpo", *RUN, f"launch.nproc={request.param}", f"hydra.run.dir={directory}")
-    assert process.returncode == 0, process.stdout
-    return directory, f"launch.nproc={request.param}"
-
-
-@pytest.mark.parametrize("whole", [2], indirect=True)
 def test_resume_from_a_path_into_a_new_directory(whole, tmp_path):
-    directory, _ = whole
-    step = directory / "checkpoints" / "step_00000002"
+    step = whole / "checkpoints" / "step_00000002"
     (run,) = run_jobs(tmp_path / "jobs", [*RUN, f"resume={step}"], nproc=2)
     assert run.returncode == 0, run.output
-    assert records(run.directory) == records(directory)[2:]
-    assert run.summary["resumed_from"] == str(step)
+    assert records(run.directory) == records(whole)[2:]
+    assert run.summary["resumed_from"] == str(step) and run.summary["resume_notes"] == []
 
 
 def test_resume_auto_continues_in_the_same_directory(whole, tmp_path):
     """As after a kill in step 4: the newest checkpoint is of step 2, and step 3 is on record already."""
-    directory, nproc = whole
     copy = tmp_path / "run"
-    shutil.copytree(directory, copy)
+    shutil.copytree(whole, copy)
     shutil.rmtree(copy / "checkpoints" / "step_00000004")
     (copy / "checkpoints" / "step_00000004").mkdir()  # died while it renamed: incomplete, not taken
-    process = command("grpo", *RUN, nproc, "resume=auto", f"hydra.run.dir={copy}")
+    process = command("grpo", *RUN, "checkpoint.export=false", "launch.nproc=2", "resume=auto", f"hydra.run.dir={copy}")
     assert process.returncode == 0, process.stdout
-    assert records(copy) == records(directory)
+    assert records(copy) == records(whole)
     assert [path.name for path in checkpoint.complete(copy)] == ["step_00000002", "step_00000004"]
 
 
 def test_other_ranks_and_strategies_go_on_and_other_models_are_refused(whole, tmp_path):
-    directory, nproc = whole
-    other = "launch.nproc=1" if nproc == "launch.nproc=2" else "launch.nproc=2"
-    process = command(
-        "grpo", *RUN, other, "seed=0", f"resume={directory}", "steps=5", f"hydra.run.dir={tmp_path / 'run'}"
-    )
-    assert process.returncode == 0 and "resumed with steps=5 instead of 4" in process.stdout, process.stdout
-    assert "the checkpoint is of" in process.stdout
-    (record,) = records(tmp_path / "run")
-    assert record["step"] == 5
-    if other == "launch.nproc=1":
-        return
-    (run,) = run_jobs(tmp_path / "jobs", [*RUN, "fsdp=no_shard", f"resume={directory}", "steps=5"], nproc=2)
-    assert run.returncode == 0 and run.summary["sharding"] == "no_shard", run.output
-    assert records(run.directory)[0]["reward"] == record["reward"]
-    (run,) = run_jobs(tmp_path / "wrong", [*RUN, "model=qwen3_dense", f"resume={directory}", "steps=5"])
-    assert run.returncode and "Resume with its model" in run.output, run.output
-
-
-@pytest.mark.parametrize("whole", [1], indirect=True)
-def test_nothing_left_to_do(whole, tmp_path):
-    directory, nproc = whole
-    before = (directory / "summary.json").read_text(), (directory / "metrics.jsonl").read_text()
-    process = command("grpo", *RUN, nproc, "resume=auto", f"hydra.run.dir={directory}")
-    assert process.returncode == 0 and "nothing left to do" in process.stdout, process.stdout
-    assert before == ((directory / "summary.json").read_text(), (directory / "metrics.jsonl").read_text())
-    (run,) = run_jobs(tmp_path / "jobs", [*RUN, f"resume={directory}", "steps=3"])
-    assert run.returncode and "raise steps" in run.output, run.output
+    more = [*RUN, f"resume={whole}", "steps=5"]
+    (run,) = run_jobs(tmp_path / "one", more)
+    assert run.returncode == 0 and "the checkpoint is of 2 ranks" in run.output, run.output
+    assert [record["step"] for record in run.training] == [5]
+    (other,) = run_jobs(tmp_path / "ddp", [*more, "fsdp=no_shard"], nproc=2)
+    assert other.returncode == 0 and other.summary["sharding"] == "no_shard", other.output
+    assert other.training[0]["reward"] == run.training[0]["reward"]
+    (wrong,) = run_jobs(tmp_path / "wrong", [*more, "model=qwen3_dense"])
+    assert wrong.returncode and "Resume with its model" in wrong.output, wrong.output
+    (done,) = run_jobs(tmp_path / "done", [*more, "steps=3"])
+    assert done.returncode and "is a checkpoint of step 4, and steps=3: raise steps" in done.output, done.output
 
 
 def test_only_the_newest_are_kept_and_the_export_loads_and_evaluates(tmp_path):

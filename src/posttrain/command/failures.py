@@ -17,6 +17,9 @@ from posttrain.config import JobConf
 from posttrain.errors import UserError
 from posttrain.tracking.whereabouts import memory_advice, who_is_waited_for
 
+# The last one is oneDNN's.
+NO_MEMORY = re.compile("out of memory|allocate memory|enough memory|could not create a primitive")
+
 
 def record(error: BaseException, run_dir: Path, cfg: JobConf) -> int:
     """Write the error for the parent or the peers to read, and its traceback into this rank's log."""
@@ -50,9 +53,7 @@ def record(error: BaseException, run_dir: Path, cfg: JobConf) -> int:
 
 def _out_of_memory(error: BaseException, run_dir: Path, rank: int) -> str:
     """The phase in which memory ran out and what lowers it; nothing for another error."""
-    short = isinstance(error, MemoryError) or re.search(
-        "out of memory|allocate memory|enough memory|could not create a primitive", str(error)
-    )
+    short = isinstance(error, MemoryError) or NO_MEMORY.search(str(error))
     return f",{memory_advice(run_dir, rank)}" if short else ""
 
 

@@ -104,8 +104,9 @@ def _kept(cfg: TrainingConf) -> list[tuple[bool, str]]:
         ),
         (
             not cfg.checkpoint.best or (min(every, judged, cfg.evaluation.prompts) > 0 and every % judged == 0),
-            f"checkpoint.best=true compares the evaluations of checkpoints: type evaluation.every={every or 100} as "
-            f"well, or another divisor of checkpoint.every={every}, and at least evaluation.prompts=1",
+            "checkpoint.best=true compares the evaluations of checkpoints: type evaluation.every="
+            f"{every if every > 0 else 100} as well, or another divisor of checkpoint.every={every}, and at least "
+            "evaluation.prompts=1",
         ),
     ]
 

@@ -61,6 +61,15 @@ def truncate_after(run_dir: Path, step: float) -> int:
     return last
 
 
+def set_aside(run_dir: Path) -> None:
+    """Keep the records of a run that begins again as metrics.1.jsonl, or the next number."""
+    path, number = run_dir / METRICS, 1
+    if path.exists() and path.stat().st_size:
+        while (beside := run_dir / f"metrics.{number}.jsonl").exists():
+            number += 1
+        path.rename(beside)
+
+
 def read_summary(run_dir: Path) -> dict[str, Any]:
     path = run_dir / SUMMARY
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -25,6 +25,7 @@ from posttrain.tracking.files import (
     new_summary,
     read_summary,
     reserve_room,
+    set_aside,
     truncate_after,
 )
 from posttrain.tracking.wandb_log import WandbLog
@@ -60,6 +61,9 @@ class Tracker:
         if not self.is_main:
             return self
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        if self.start_after == 0:
+            # The run died before its first checkpoint.
+            set_aside(self.run_dir)
         done = truncate_after(self.run_dir, self.start_after)
         adopt_order(self.run_dir)
         reserve_room(self.run_dir)
