@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from posttrain.config import Architecture, ModelConf
 from posttrain.errors import UserError
-from posttrain.models.internals import causal_model_class
+from posttrain.models.text_model import text_model_classes
 from posttrain.models.tiny import EMBEDDED
 
 # The model types of transformers that each named architecture accepts: the text model alone, or within the
@@ -68,9 +68,9 @@ def text_config(whole: PreTrainedConfig, cfg: ModelConf) -> PreTrainedConfig:
     """The config of the language model within `whole`. Raises UserError where it is not what `cfg` asks for."""
     path, config = weights_path(cfg), whole.get_text_config(decoder=True)
     own_code = hasattr(whole, "auto_map")
-    if config is not whole and causal_model_class(type(config)) is None and not own_code:
+    if config is not whole and not text_model_classes(config) and not own_code:
         raise UserError(
-            f"model.path={path} is a multimodal {whole.model_type!r} checkpoint, and transformers has no causal model "
+            f"model.path={path} is a multimodal {whole.model_type!r} checkpoint, and transformers has no text model "
             f"of its text part, {config.model_type!r}. Take a checkpoint of a text model"
         )
     accepted = MODEL_TYPES.get(cfg.architecture)

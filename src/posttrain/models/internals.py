@@ -10,11 +10,17 @@ from typing import Any
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 Interface = type[AttentionInterface] | type[AttentionMaskInterface]
 
@@ -35,6 +41,30 @@ def causal_model_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedM
     # Upstream annotates the values of every such mapping as pairs, which only tokenizers are.
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
     return found
+
+
+def text_body_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
+    """The model without a head that goes with a class of configs; None if transformers has none."""
+    found: Any = MODEL_MAPPING.get(config_class, None)
+    return found
+
+
+def parent_class(model_class: type[PreTrainedModel]) -> Any:
+    """What every model of a family inherits: which layers it has, and what they can do."""
+    return next(each for each in model_class.__mro__[1:] if issubclass(each, PreTrainedModel))
+
+
+def convert_weights_as(model_type: str, model_class: type[PreTrainedModel]) -> None:
+    """Merge and turn the weights of a checkpoint for a class of ours as for `model_type`: experts, above all.
+
+    The renamings among upstream's conversions are for the names of the whole checkpoint, and stay with it.
+    """
+    conversions = get_checkpoint_conversion_mapping(model_type) or []
+    merging: list[WeightConverter | WeightRenaming] = [
+        each for each in conversions if isinstance(each, WeightConverter)
+    ]
+    if merging:
+        register_checkpoint_conversion_mapping(model_class.__name__, merging, overwrite=True)
 
 
 def attention_in_use(config: PreTrainedConfig) -> str:

@@ -26,8 +26,9 @@ from posttrain.errors import UserError
 from posttrain.models import multimodal
 from posttrain.models.chat import turn_end
 from posttrain.models.configs import first_line, load_config, neutralise, text_config, weights_path, whole_config
-from posttrain.models.internals import causal_model_class, registered, takes_flash_attention
+from posttrain.models.internals import registered, takes_flash_attention
 from posttrain.models.stored import OTHER_PARTS, Stored, stored
+from posttrain.models.text_model import random_model, text_model_classes
 from posttrain.models.tiny import tiny_config, tiny_tokenizer
 
 
@@ -48,7 +49,7 @@ def attention(cfg: ModelConf, config: PreTrainedConfig) -> str | None:
     if cfg.attention != "auto":
         return cfg.attention
     # None stands for a checkpoint's own code.
-    model_class = causal_model_class(type(config))
+    model_class = next(iter(text_model_classes(config)), None)
     takes_it = takes_flash_attention(model_class)
     half = compute_dtype(cfg) is torch.bfloat16
     runs = takes_it and half and torch.cuda.is_available() and is_flash_attn_2_available()
@@ -96,12 +97,14 @@ def load_checkpoint(cfg: ModelConf) -> Loaded:
     try:
         tokenizer = load_tokenizer(cfg)
         files = stored(path, cfg.revision)
-        if config is not whole and files is not None and causal_model_class(type(config)) is not None:
-            multimodal.check_same_logits(whole, path)
+        model_class: Any = AutoModelForCausalLM
+        if config is not whole and files is not None and text_model_classes(config):
+            model_class, more = multimodal.text_model_class(whole, path)
+            notes += more
             multimodal.tie_as_the_whole(whole, config, files)
-            names = multimodal.renamed(files, config)
+            names = multimodal.renamed(files, config, model_class)
         # With output_loading_info it is a pair, whatever upstream's annotation says.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = model_class.from_pretrained(
             path,
             config=config,
             dtype=torch.float32,
@@ -137,7 +140,7 @@ def load_checkpoint(cfg: ModelConf) -> Loaded:
 def other_shape(files: Stored | None, config: PreTrainedConfig) -> str | None:
     """The first weight that files and the model of a config have in different shapes, in words; None without one."""
     with torch.device("meta"):
-        bare = AutoModelForCausalLM.from_config(config)
+        bare = random_model(config)
     for name, parameter in bare.named_parameters():
         if files and files.shapes.get(name, tuple(parameter.shape)) != tuple(parameter.shape):
             return f"{name} has the shape {files.shapes[name]}, and config.json says {tuple(parameter.shape)}"
@@ -169,12 +172,7 @@ def initialise(cfg: ModelConf) -> Loaded:
     else:
         config, tokenizer = load_config(cfg), load_tokenizer(cfg)
     stored_dtype = config.dtype
-    model = AutoModelForCausalLM.from_config(
-        config,
-        dtype=torch.float32,
-        attn_implementation=attention(cfg, config),
-        trust_remote_code=cfg.trust_remote_code,
-    )
+    model = random_model(config, cfg.trust_remote_code, dtype=torch.float32, attn_implementation=attention(cfg, config))
     _ready(model, tokenizer, cfg, stored_dtype)
     return Loaded(model=model, tokenizer=tokenizer, notes=())
 

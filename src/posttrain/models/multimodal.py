@@ -15,78 +15,94 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from posttrain.errors import UserError
+from posttrain.models.configs import first_line
+from posttrain.models.internals import convert_weights_as, from_config
 from posttrain.models.shrink import shrunk
 from posttrain.models.stored import INDEX, SINGLE, Stored, head_name, stored, text_prefix
+from posttrain.models.text_model import HEAD, body_name, is_ours, text_model_classes
 
 EQUAL = 1e-4  # of the largest logit, in fp32
 
 
-def renamed(files: Stored, text: PreTrainedConfig) -> dict[str, str]:
+def renamed(files: Stored, text: PreTrainedConfig, model_class: type[PreTrainedModel]) -> dict[str, str]:
     """Patterns of names in the files -> names of the text model, as from_pretrained takes them.
 
     Empty where the text model's names stand in the files as they are, or transformers itself knows how they are called.
     """
     with torch.device("meta"):
-        bare = AutoModelForCausalLM.from_config(text)
-    base = bare.base_model_prefix
+        bare = from_config(model_class, text)
+    base = body_name(bare)
     wanted = {name: tuple(parameter.shape) for name, parameter in bare.named_parameters()}
     prefix = text_prefix(files.shapes, wanted, base)
     if prefix is None or prefix == f"{base}.":
         return {}
-    head = head_name(files.shapes, "lm_head.weight")
+    head = head_name(files.shapes, HEAD)
     mapping = {f"^{re.escape(prefix)}": f"{base}."}
-    return mapping | ({f"^{re.escape(head)}": "lm_head.weight"} if head not in (None, "lm_head.weight") else {})
+    return mapping | ({f"^{re.escape(head)}": HEAD} if head not in (None, HEAD) else {})
 
 
 def tie_as_the_whole(whole: PreTrainedConfig, text: PreTrainedConfig, files: Stored) -> None:
     """Tie the head of the text model where only the whole config says so, and the files have no head."""
     tied = getattr(whole, "tie_word_embeddings", False)
-    if tied and head_name(files.shapes, "lm_head.weight") is None:
+    if tied and head_name(files.shapes, HEAD) is None:
         text.tie_word_embeddings = True
 
 
-def check_same_logits(whole: PreTrainedConfig, path: str) -> None:
-    """On small random models: the multimodal class and the causal model of its text part write the same logits.
+def text_model_class(whole: PreTrainedConfig, path: str) -> tuple[type[PreTrainedModel], list[str]]:
+    """The causal class that writes the same logits as the text part within the multimodal class, and notes on it.
 
-    Raises UserError where they do not. What cannot be built small, for a package that is not installed or a config that
-    cannot be shrunk, is not compared: its weights still have to fit, name by name.
+    They are compared on small random models. What cannot be built small, for a package that is not installed or a
+    config that cannot be shrunk, is not compared, which a note says: its weights still have to fit, name by name.
+
+    Raises UserError where no class writes the same logits.
     """
+    candidates = text_model_classes(whole.get_text_config(decoder=True))
+    if is_ours(candidates[-1]):
+        convert_weights_as(whole.model_type, candidates[-1])
+    differences = []
+    for model_class in candidates:
+        try:
+            differences.append(_difference(whole, model_class))
+        # A multimodal class may want pictures, or packages; its tiny config may break rules of its own.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            return candidates[0], [f"not compared with the {whole.model_type} class as a whole ({reason[:80]})"]
+        if differences[-1] <= EQUAL:
+            return model_class, []
+    raise UserError(
+        f"model.path={path}: the text model of a {whole.model_type!r} checkpoint, taken by itself, writes other "
+        f"logits than within it (by {min(differences):.2g} of the largest). Train a checkpoint of the text model alone"
+    )
+
+
+def _difference(whole: PreTrainedConfig, model_class: type[PreTrainedModel]) -> float:
+    """Of the logits of small models with the same weights, in parts of the largest one."""
     ids_BT = torch.arange(1, 20)[None]
     with torch.random.fork_rng([]), torch.no_grad():
         torch.manual_seed(0)
-        try:
-            config = shrunk(whole)
-            both = AutoModelForImageTextToText.from_config(config).float().eval()
-            # The head that the whole has decides, tied or not.
-            inside = copy.deepcopy(config.get_text_config(decoder=True))
-            inside.tie_word_embeddings = False
-            text = AutoModelForCausalLM.from_config(inside).float().eval()
-            wanted_BTV = both(input_ids=ids_BT).logits
-        # A multimodal class may want pictures, or packages; its tiny config may break rules of its own.
-        except Exception:
-            return
-        held = {name: tuple(tensor.shape) for name, tensor in both.state_dict().items()}
-        prefix = text_prefix(held, {n: tuple(p.shape) for n, p in text.named_parameters()}, text.base_model_prefix)
+        config = shrunk(whole)
+        both = AutoModelForImageTextToText.from_config(config).float().eval()
+        wanted_BTV = both(input_ids=ids_BT).logits
+        # The head that the whole has decides, tied or not.
+        inside = copy.deepcopy(config.get_text_config(decoder=True))
+        inside.tie_word_embeddings = False
+        text = from_config(model_class, inside).float().eval()
+        held, base = both.state_dict(), body_name(text)
+        shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+        prefix = text_prefix(shapes, {n: tuple(p.shape) for n, p in text.named_parameters()}, base)
         if prefix is None:
-            return
+            raise ValueError("the text model has no weight of its own in it")
         inner = {
-            f"{text.base_model_prefix}.{name.removeprefix(prefix)}": tensor
-            for name, tensor in both.state_dict().items()
-            if name.startswith(prefix)
+            f"{base}.{name.removeprefix(prefix)}": tensor for name, tensor in held.items() if name.startswith(prefix)
         }
-        head = head_name(held, "lm_head.weight")
-        inner["lm_head.weight"] = both.get_input_embeddings().weight if head is None else both.state_dict()[head]
+        head = head_name(shapes, HEAD)
+        inner[HEAD] = both.get_input_embeddings().weight if head is None else held[head]
         text.load_state_dict(inner, strict=False)
         found_BTV = text(input_ids=ids_BT).logits
-    difference = float((found_BTV - wanted_BTV).abs().max() / wanted_BTV.abs().max())
-    if not difference <= EQUAL:
-        raise UserError(
-            f"model.path={path}: the text model of a {whole.model_type!r} checkpoint, taken by itself, writes other "
-            f"logits than within it (by {difference:.2g} of the largest). Train a checkpoint of the text model alone"
-        )
+    return float((found_BTV - wanted_BTV).abs().max() / wanted_BTV.abs().max())
 
 
 def add_other_parts(export: Path, source: str, revision: str | None, whole: PreTrainedConfig) -> None:

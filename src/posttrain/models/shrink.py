@@ -15,13 +15,10 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from posttrain.models.packed.layers import mixers
+from posttrain.models.text_model import random_model
 from posttrain.models.thresholds import lowered
 
 # Decay 0.991 a token: a state outlives every document here. It is written loudly (dt 1.3), and nothing passes it by.
@@ -65,7 +62,7 @@ def tiny_copy(
     `crossing`: with the thresholds of its config below the lengths of the probes, see thresholds.py.
     """
     text = model.config.get_text_config(decoder=True)
-    build: Callable[..., Any] = type(model) if text is model.config else AutoModelForCausalLM.from_config
+    build: Callable[..., Any] = type(model) if text is model.config else random_model
     try:
         config = shrunk(text)
         with torch.device(device):
