@@ -93,7 +93,9 @@ def load_checkpoint(cfg: ModelConf) -> Loaded:
     stored_dtype = config.dtype
     source: dict[str, Any] = dict(revision=cfg.revision, trust_remote_code=cfg.trust_remote_code)
     names: dict[str, str] = {}
-    files = None
+    files, spoken = None, transformers_logging.get_verbosity()
+    # What it reports in twenty lines is a note, or an error, below.
+    transformers_logging.set_verbosity_error()
     try:
         tokenizer = load_tokenizer(cfg)
         files = stored(path, cfg.revision)
@@ -117,6 +119,8 @@ def load_checkpoint(cfg: ModelConf) -> Loaded:
         model, found = loaded
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise UserError(f"model.path={path}: {other_shape(files, config) or first_line(error)}") from error
+    finally:
+        transformers_logging.set_verbosity(spoken)
     lacking = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
     # transformers would train them from random values, after a warning.
     if lacking:
