@@ -86,6 +86,15 @@ def test_preempted_at_random_moments(whole, tmp_path, name):
     assert statuses.count(143) >= 4
 
 
+def test_the_main_rank_closes_what_takes_longer_than_its_peers(tmp_path):
+    """wandb takes seconds to finish, and the other rank is gone by then."""
+    job = start(tmp_path / "run", *LONG, "launch.nproc=2", "logger=wandb", "logger.mode=offline")
+    job.wait_for(lambda: job.steps_on_record() >= 2)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish() == 143 and job.summary["status"] == "preempted"
+    assert job.summary["logger"]["available"] and job.summary["logger"]["id"], job.summary["logger"]
+
+
 def test_requeue_ends_with_status_0(tmp_path):
     job = start(tmp_path / "run", *LONG, "launch.requeue=true")
     job.wait_for(lambda: job.steps_on_record() >= 2)

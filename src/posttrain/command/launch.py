@@ -77,7 +77,8 @@ def _watch(ranks: list[subprocess.Popen], asked: list[int], grace_s: float) -> l
     """
     deadline = math.inf
     codes = [rank.poll() for rank in ranks]
-    while None in codes and not any(codes) and time.monotonic() < deadline:
+    # The main rank ends last: it closes the run's files.
+    while None in codes and {*codes} <= {None, 0, EXIT_STATUS} and time.monotonic() < deadline:
         if asked and deadline == math.inf:
             # A rank gives up by itself; who cannot even do that is ended a moment later.
             deadline = time.monotonic() + grace_s + 2 * GRACE_S
