@@ -187,3 +187,7 @@ def test_a_window_counts_where_the_model_makes_a_mask_of_it(family):
     narrow.config.sliding_window = 16
     whole, less = (size(model).forward([TOKENS], 0) for model in (wide, narrow))
     assert less < whole if family == "mistral" else less == whole
+
+
+def test_a_norm_with_a_weight_for_each_head_multiplies_no_matrix():
+    assert size(tiny("cohere", use_qk_norm=True)) == size(tiny("cohere"))

@@ -142,7 +142,10 @@ class _Walk:
         part, unit = self._part(name), "token"
         if module is self.head or id(module) in self.per_logit:
             part, unit = "LM head", "logit"
-        matrices = {key: weight for key, weight in module.named_parameters(recurse=False) if weight.ndim >= 2}
+        # A norm that has a weight for each head multiplies elements all the same.
+        norm = "norm" in _class(module).lower()
+        own = [] if norm else module.named_parameters(recurse=False)
+        matrices = {key: weight for key, weight in own if weight.ndim >= 2}
         if isinstance(module, nn.Linear):
             yield part, unit, 2 * module.in_features * module.out_features * self._share(name), module.weight
         elif isinstance(module, Conv1D):

@@ -35,21 +35,21 @@ def architectures() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def default_config(model_type: str) -> PreTrainedConfig:
-    """The text config of `model_type` as transformers has it by default, made a causal decoder."""
+def default_config(model_type: str, **fields: Any) -> PreTrainedConfig:
+    """The text config of `model_type` as transformers has it by default but for `fields`, made a causal decoder."""
     config = CONFIG_MAPPING[model_type]()
     config.is_encoder_decoder = False
     text = config.get_text_config(decoder=True)
-    if defaults := DEFAULTS.get(text.model_type):
-        text = type(text)(**defaults)
+    if changed := DEFAULTS.get(text.model_type, {}) | fields:
+        text = type(text)(**changed)
     if getattr(text, "is_decoder", None) is False:
         text.is_decoder = True
     return text
 
 
-def tiny(model_type: str) -> PreTrainedModel:
-    """A tiny model of `model_type` in fp32 and eval mode, its random weights the same each time."""
-    config = shrunk(default_config(model_type))
+def tiny(model_type: str, **fields: Any) -> PreTrainedModel:
+    """A tiny model of `model_type` with `fields` in fp32 and eval mode, its random weights the same each time."""
+    config = shrunk(default_config(model_type, **fields))
     model_class = causal_model_class(type(config)) or causal_model_class(CONFIG_MAPPING[model_type])
     if model_class is None:
         raise ValueError(f"transformers knows no causal language model {model_type!r}")

@@ -123,6 +123,9 @@ def _exact(named: dict) -> dict[str, float]:
     # a layer may take its heads to fill the hidden size; heads this wide never do, and 64 is cheaper
     free = named.get("head_dim") and (was // heads != width or width > 128)
     hidden = 64 if free or heads == 1 else 2 * width
+    if around := named.get("attention_hidden_size"):
+        # Attention reads and writes as much as its heads hold (zamba2).
+        hidden = 2 * width * was // around
     # 0.1 at a width of 64, where at the usual 0.02 a layer would drown in the residual stream
     exact = {"hidden_size": hidden} | dict.fromkeys(INITIALIZERS, 0.8 * hidden**-0.5)
     if named.get("head_dim", width) is None:

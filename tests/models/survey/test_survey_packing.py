@@ -51,7 +51,7 @@ def cells(line):
 
 def test_rows_are_those_of_the_documentation():
     """A few rows of the table, made again: kernels and verdicts the same, figures but for rounding."""
-    names = ["qwen3_5", "bart", "bert", "granitemoehybrid", "mamba", "gpt_oss"]
+    names = ["qwen3_5", "bart", "bert", "granitemoehybrid", "mamba", "gpt_oss", "zamba2+adapters"]
     run = survey_packing(*names, "--markdown")
     made = [cells(line) for line in run.stdout.splitlines()[2:] if line.startswith("|")]
     lines = (ROOT / "docs" / "tables" / "packing.md").read_text().splitlines()

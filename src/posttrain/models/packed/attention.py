@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from posttrain.models.internals import Interface, attention_in_use, registered
@@ -164,7 +164,7 @@ def attention_by_document(upstream: Callable, additive: bool = False) -> Callabl
         if attention_mask is None and bias is None:
 
             def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [n, H, L, D] -> [n, L, H, D]
-                length, window = q.shape[2], kwargs.get("sliding_window")
+                length, window = q.shape[2], window_of(module, kwargs.get("sliding_window"))
                 window = None if window is None or window >= length else window
                 if not (additive or window):
                     return upstream(module, q, k, v, None, *args, **kwargs)[0]
@@ -189,6 +189,21 @@ def attention_by_document(upstream: Callable, additive: bool = False) -> Callabl
         return torch.cat(outputs, 1), None
 
     return attention
+
+
+def window_of(module: nn.Module, sent: int | None) -> int | None:
+    """How far a query sees: as attention is told, or, where it is told nothing, as the mask of its model would say.
+
+    PhiMoE (transformers 5.23) has its window in the mask alone.
+    """
+    if sent is not None or hasattr(module, "sliding_window"):
+        return sent
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    full = kinds is not None and index is not None and kinds[index] != "sliding_attention"
+    if full or not hasattr(modeling_module(module), "create_sliding_window_causal_mask"):
+        return None
+    return getattr(config, "sliding_window", None)
 
 
 @functools.lru_cache(maxsize=2)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from posttrain.errors import UserError
 from posttrain.models.architectures import architectures, tiny
 from posttrain.models.shrink import tiny_copy
+from posttrain.models.survey.shapes import SHAPES
 from posttrain.models.survey.tables import one_line
 
 Builder = Callable[[], PreTrainedModel]
@@ -23,9 +24,11 @@ Builder = Callable[[], PreTrainedModel]
 def builders(names: Sequence[str], path: str | None) -> dict[str, Builder]:
     """What builds the tiny model of each of `names` and of the checkpoint at `path`; with neither, of every one.
 
+    Names are of architectures, or of shapes.SHAPES.
+
     Errors: UserError for a name that does not exist.
     """
-    known = architectures()
+    known = [*architectures(), *SHAPES]
     for name in (name for name in names if name not in known):
         near = difflib.get_close_matches(name, known, 3)
         instead = f"Type: {' or '.join(near)}" if near else "Without a name the table has every architecture"
@@ -34,7 +37,12 @@ def builders(names: Sequence[str], path: str | None) -> dict[str, Builder]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # for tiny tensors more are slower
     found = {path: checkpoint(path)} if path else {}
-    return found | {name: functools.partial(tiny, name) for name in names or ([] if path else known)}
+    return found | {name: _builder(name) for name in names or ([] if path else known)}
+
+
+def _builder(name: str) -> Builder:
+    model_type, fields = SHAPES.get(name, (name, {}))
+    return functools.partial(tiny, model_type, **fields)
 
 
 def checkpoint(path: str) -> Builder:
