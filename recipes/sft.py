@@ -15,6 +15,7 @@ if __name__ == "__main__":
     # Starts the ranks. Each of them imports this file again, and calls train().
     main(__file__)
 
+import math
 from pathlib import Path
 
 import torch
@@ -34,6 +35,9 @@ from posttrain.training.policy import Policy, prepare
 def train(cfg: SFTConf, run_dir: Path) -> None:
     policy = prepare(cfg)
     task = make_task(cfg.task, policy.tokenizer, policy.vocabulary)
+    if policy.row_limit < math.inf:
+        # Some models compute something else beyond a length: the data has it, or not.
+        policy.refuse_longer_rows(max(len(answered(0, p, policy)) for p in task.train))
 
     with Run(cfg, run_dir, policy, task) as run:
         for step in run.steps():

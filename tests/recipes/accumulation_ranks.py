@@ -4,6 +4,7 @@ test_algorithms.py runs `write_gradients` on ranks; rank 0 writes {name: gradien
 """
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 
@@ -84,6 +85,7 @@ def make_policy() -> Policy:
         vocabulary=264,
         cost=cost,
         longest=longest,
+        row_limit=math.inf,
         facts={},
         small=None,
         learner=Learner(

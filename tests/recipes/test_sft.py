@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import command
 from jobs import run_jobs, values
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from posttrain.config import Architecture, ModelConf
 from posttrain.config.rules import problems
@@ -14,6 +15,7 @@ from posttrain.config.task import ArithmeticConf, TaskName
 from posttrain.config.validation import typed
 from posttrain.models import gdn_packing
 from posttrain.models.loading import load
+from posttrain.models.tiny import tiny_tokenizer
 from posttrain.tasks import batch, make_task
 
 STEPS, BATCH = 4, 6
@@ -164,3 +166,23 @@ def test_supervised_steps_lower_the_loss_and_stop_early(tmp_path):
     assert (directory / "model" / "model.safetensors").exists()
     # The checkpoint of the step at which it stopped: a run that resumes there has nothing to do again.
     assert (directory / "checkpoints" / "step_00000003").exists()
+
+
+@pytest.mark.parametrize(
+    "row, mode, said", [(512, "thd", ""), (1024, "thd", "rows of up to 512 tokens"), (1024, "padded", "")]
+)
+def test_a_model_that_changes_at_a_length_is_refused_where_the_data_reach_it(tmp_path, row, mode, said):
+    """LongRoPE beyond 512 tokens: a packed row of more is not right, and documents of a dozen tokens alone are."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 512}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [8.0 + n for n in range(8)]}
+    config = Phi3Config(
+        vocab_size=264, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=None, bos_token_id=None, eos_token_id=None, max_position_embeddings=4096,
+        original_max_position_embeddings=512, rope_parameters=rope | factors,
+    )  # fmt: skip
+    Phi3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    given = [f"model.path={tmp_path / 'model'}", f"packing.tokens_per_row={row}", f"packing={mode}"]
+    more = ["model=auto", "steps=1", "batch_size=4", "evaluation.prompts=0", "checkpoint.every=0"]
+    (run,) = run_jobs(tmp_path / "jobs", [*given, *more], recipe="sft")
+    assert (run.returncode == 0) == (not said) and said in run.output, run.output

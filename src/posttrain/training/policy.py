@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain import packing
 from posttrain.config import GRPOConf, JobConf, PackingConf, PackingMode, SFTConf, TrainingConf
+from posttrain.errors import UserError
 from posttrain.flops import PassCost
 from posttrain.logprobs import token_logprobs
 from posttrain.models import gdn_packing
@@ -26,6 +28,7 @@ from posttrain.models.loading import (
     initialise,
     load_checkpoint,
 )
+from posttrain.models.packed.probe import PackingLeak
 from posttrain.models.shrink import tiny_copy
 from posttrain.models.thresholds import thresholds
 from posttrain.records import Document, MiniBatch, Packed, PackedRow
@@ -47,6 +50,7 @@ class Policy:
     vocabulary: int  # tokens that the model has embeddings of
     cost: PassCost  # forward FLOPs of documents
     longest: float  # tokens that the model has positions for
+    row_limit: float  # tokens of the longest row that the packing was proved for
     facts: dict[str, Any]  # for the banner and summary.json
     small: PreTrainedModel | None  # a tiny copy of the bare model, for proofs; None where there can be none
     learner: Learner | None  # None: sampled from only
@@ -100,6 +104,18 @@ class Policy:
             refused=sum(len(document) > self.longest for document in documents),
         )
 
+    def refuse_longer_rows(self, longest_document: int) -> None:
+        """Raises UserError where a row is beyond the length up to which documents do not change each other."""
+        cfg = self._learner.packing
+        packed = cfg.mode is PackingMode.thd
+        row = max(longest_document, cfg.tokens_per_row) if packed else longest_document
+        if row > self.row_limit:
+            budget = f"type packing.tokens_per_row={self.row_limit:.0f} at most, and " * packed
+            raise UserError(
+                f"packing={cfg.mode} is right for rows of up to {self.row_limit:,.0f} tokens, where this model "
+                f"computes something else, and the run makes rows of up to {row:,}: {budget}leave out longer documents"
+            )
+
     def packing_metrics(self, batches: Sequence[MiniBatch]) -> dict[str, float]:
         """See packing.statistics."""
         plans = [batch.trained.plan for batch in batches]
@@ -133,8 +149,9 @@ def prepare(cfg: JobConf) -> Policy:
     if isinstance(cfg, TrainingConf):
         accelerator = make_accelerator(cfg.fsdp, model, dtype)
         device = accelerator.device
-        facts["packing"] = _prove_packing(model, cfg, device, dtype)
+        facts["packing"], row_limit = _prove_packing(model, cfg, device, dtype)
     else:
+        row_limit = math.inf
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         sample_only(model, device, dtype)
 
@@ -160,6 +177,7 @@ def prepare(cfg: JobConf) -> Policy:
         vocabulary=vocabulary,
         cost=cost,
         longest=longest,
+        row_limit=row_limit,
         facts=facts,
         small=small,
         learner=learner,
@@ -168,16 +186,25 @@ def prepare(cfg: JobConf) -> Policy:
 
 def _prove_packing(
     model: PreTrainedModel, cfg: TrainingConf, device: torch.device, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Patch the layers; what the probe found, or which kernels run. Raises PackingLeak.
+) -> tuple[dict[str, Any], float]:
+    """Patch the layers; what the probe found, or which kernels run, and the longest row that is right.
 
     Documents of one row must not see each other, also not through the recurrent state of Gated DeltaNet layers. The
-    probe shows that they do not, or stops the run.
+    probe shows that they do not, or raises PackingLeak.
     """
-    packed = cfg.packing.mode is PackingMode.thd
+    packed, longest, limit = cfg.packing.mode is PackingMode.thd, longest_row(cfg), math.inf
     kernels = gdn_packing.patch(model, device, packed=packed)
-    proof = gdn_packing.verify(model, device, dtype, longest_row(cfg), packed) if cfg.packing.verify else None
-    return {"mode": cfg.packing.mode, "verified": bool(proof), **dataclasses.asdict(proof or kernels)}
+    proof = None
+    if cfg.packing.verify:
+        try:
+            proof = gdn_packing.verify(model, device, dtype, longest, packed)
+        except PackingLeak:
+            if longest is not None:
+                raise
+            # Fine-tuning knows its longest document when it has read its data: `refuse_longer_rows` compares.
+            proof = gdn_packing.verify(model, device, dtype, 0, packed)
+            limit = min(thresholds(model.config.get_text_config(decoder=True)).values())
+    return {"mode": cfg.packing.mode, "verified": bool(proof), **dataclasses.asdict(proof or kernels)}, limit
 
 
 def longest_row(cfg: TrainingConf) -> float | None:
