@@ -15,8 +15,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# A shell starts background jobs with Ctrl-C ignored, which commands inherit and respect: tests send it all the same.
+# A shell starts background jobs with these signals ignored, which commands inherit and respect: tests send them anyway.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 # Workers of a test machine are few and busy: two threads that wait for each other are slower than one.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -108,6 +108,7 @@ def test_the_meter_changes_nothing(grpo):
     assert runs[0].summary["mfu"]["peak_source"] == "metrics.peak_tflops"
 
 
+@pytest.mark.slow  # tests/tracking has the same without a model
 def test_wandb_offline(tmp_path):
     process, summary = run(
         tmp_path, "logger=wandb", "logger.mode=offline", "logger.project=mine", "logger.run_name=first"
@@ -118,6 +119,7 @@ def test_wandb_offline(tmp_path):
     assert b"mine" in log.read_bytes() and b"first" in log.read_bytes()
 
 
+@pytest.mark.slow  # tests/tracking has the same without a model
 def test_wandb_without_a_key_or_a_server_stops_nothing(tmp_path):
     process, summary = run(
         tmp_path, "logger=wandb", WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="", HOME=str(tmp_path)

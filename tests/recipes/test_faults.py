@@ -190,6 +190,8 @@ def damaged(kind: str, folder: Path) -> None:
             states.write_bytes(b"\0" * 100)
         case "manifest flipped":
             manifest.write_text(manifest.read_text().replace('"step": 12', '"step": 11'))
+        case "manifest missing":
+            manifest.unlink()
         case "manifest empty":
             manifest.write_text("")
         case "another's weights":
@@ -201,7 +203,8 @@ def damaged(kind: str, folder: Path) -> None:
 
 KINDS = (
     "weights flipped", "header flipped", "weights cut off", "weights missing", "generators flipped",
-    "generators missing", "generators garbled", "manifest flipped", "manifest empty", "another's weights", "a pipe",
+    "generators missing", "generators garbled", "manifest flipped", "manifest empty",
+    "manifest missing", "another's weights", "a pipe",
 )  # fmt: skip
 
 
@@ -316,3 +319,21 @@ def test_another_number_of_ranks_goes_on(tmp_path, ranks):
         assert (one["step"], one["num_tokens"]) == (other["step"], other["num_tokens"])
         assert one["reward"] == pytest.approx(other["reward"], abs=1e-6)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+
+
+def test_a_run_whose_directory_is_deleted_says_so(tmp_path):
+    job = start(tmp_path / "run", "steps=300")
+    job.wait_for(lambda: job.steps_on_record() >= 2)
+    # At once, where removing it file by file races with the run.
+    job.directory.rename(tmp_path / "elsewhere")
+    assert job.finish(60) == 1 and " was deleted or moved while the run was at work" in job.output
+
+
+def test_a_rank_that_stands_still_is_named(tmp_path):
+    job = start(tmp_path / "run", "launch.nproc=2", "steps=500", "launch.timeout_s=5")
+    job.wait_for(lambda: job.steps_on_record() >= 2)
+    os.kill(max(job.ranks()), signal.SIGSTOP)
+    assert job.finish(60) == 1
+    (said,) = [line for line in job.output.splitlines() if "stands still" in line]
+    assert said.startswith("rank 1 stands still in phase ") and "its process has been stopped" in said
+    assert job.summary["status"] == "failed" and "rank 1 stands still" in job.summary["error"]

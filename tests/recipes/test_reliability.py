@@ -134,24 +134,6 @@ def test_a_console_that_takes_no_more(whole, tmp_path):
     assert_same(job.directory, whole)
 
 
-def test_a_run_whose_directory_is_deleted_says_so(tmp_path):
-    job = start(tmp_path / "run", "steps=300")
-    job.wait_for(lambda: job.steps_on_record() >= 2)
-    # At once, where removing it file by file races with the run.
-    job.directory.rename(tmp_path / "elsewhere")
-    assert job.finish(60) == 1 and " was deleted or moved while the run was at work" in job.output
-
-
-def test_a_rank_that_stands_still_is_named(tmp_path):
-    job = start(tmp_path / "run", "launch.nproc=2", "steps=300", "launch.timeout_s=5")
-    job.wait_for(lambda: job.steps_on_record() >= 2)
-    os.kill(max(job.ranks()), signal.SIGSTOP)
-    assert job.finish(60) == 1
-    (said,) = [line for line in job.output.splitlines() if "stands still" in line]
-    assert said.startswith("rank 1 stands still in phase ") and "its process has been stopped" in said
-    assert job.summary["status"] == "failed" and "rank 1 stands still" in job.summary["error"]
-
-
 def test_what_comes_from_the_environment_is_in_no_file(tmp_path):
     secret = "sesame-4711"
     overrides = ["task.system_prompt='${oc.env:PASSPHRASE}'", "logger.project='${task.system_prompt}'", "steps=1"]

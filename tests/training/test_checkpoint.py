@@ -146,8 +146,23 @@ def test_what_resume_means(tmp_path, one_rank):
     for wrong in ("nowhere", tmp_path / "checkpoints" / "partial_00000200"):
         with pytest.raises(UserError, match="no checkpoint there. Give a run directory"):
             found(str(wrong), tmp_path)
-    old = tmp_path / "old" / "checkpoints" / "step_00000001"
-    old.mkdir(parents=True)
-    (old / "progress.json").write_text('{"step": 1}')
+    (newest / "manifest.json").unlink()
+    before = newest.with_name("step_00000020")
+    assert checkpoint.find("auto", tmp_path) == (
+        before,
+        ["step_00000100 is damaged and passed over: manifest.json is missing"],
+    )
+    with pytest.raises(UserError, match=f"step_00000100 is damaged: manifest.json is missing; type resume={before}"):
+        found(str(tmp_path), tmp_path / "other")
+
+
+def test_a_lost_manifest_is_no_new_beginning(tmp_path, one_rank):
+    """Nor is a checkpoint of another version."""
+    checkpoints(tmp_path, 1)
+    (manifest_file,) = tmp_path.glob("checkpoints/*/manifest.json")
+    manifest_file.rename(manifest_file.with_name("progress.json"))
+    for resume in ("auto", str(tmp_path)):
+        with pytest.raises(UserError, match="step_00000001 is damaged.*manifest.json is missing"):
+            found(resume, tmp_path)
     with pytest.raises(UserError, match="of an earlier version, in pickles"):
-        found(str(tmp_path / "old"), tmp_path)
+        found("auto", tmp_path)

@@ -44,19 +44,20 @@ def find(resume: str | None, run_dir: Path) -> tuple[Path | None, list[str]]:
         return None, []
     if resume != "auto":
         path = Path(resume)
-        found = [path] if (path / MANIFEST).is_file() else complete(path)
+        named = (path / MANIFEST).is_file() or path.is_dir() and path.name.startswith("step_")
+        found = [path] if named else _saved(path)
         if not found:
             raise UserError(
                 f"resume={resume}: no checkpoint there. Give a run directory that holds checkpoints/, one of its "
                 f"checkpoints/step_*, or auto{_of_old_version(path)}"
             )
         if complaint := damage(found[-1]):
-            others = found[:-1] or [other for other in complete(path.parent.parent) if other != path]
+            others = found[:-1] or [other for other in _saved(path.parent.parent) if other != path]
             good = next((other for other in reversed(others) if not damage(other)), None)
             advice = f"type resume={good}" if good else "there is no good one beside it"
             raise UserError(f"resume={resume}: {found[-1].name} is damaged: {complaint}; {advice}")
         return found[-1], []
-    found = complete(run_dir)
+    found = _saved(run_dir)
     notes: list[str] = []
     for checkpoint in reversed(found):
         complaint = damage(checkpoint)
@@ -64,8 +65,15 @@ def find(resume: str | None, run_dir: Path) -> tuple[Path | None, list[str]]:
             return checkpoint, notes
         notes.append(f"{checkpoint.name} is damaged and passed over: {complaint}")
     if found:
-        raise UserError(f"resume=auto: every checkpoint in {run_dir} is damaged: {'; '.join(notes)}")
+        raise UserError(
+            f"resume=auto: every checkpoint in {run_dir} is damaged: {'; '.join(notes)}{_of_old_version(run_dir)}"
+        )
     return None, []
+
+
+def _saved(run_dir: Path) -> list[Path]:
+    """What has a checkpoint's name, oldest first; one that has lost its manifest is damaged, and not overlooked."""
+    return sorted(path for path in run_dir.glob("checkpoints/step_*") if path.is_dir())
 
 
 def _of_old_version(path: Path) -> str:
