@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     try:
-        models = builders(args.architectures, args.path)
+        models = builders(args.architectures, args.path, shapes=args.table == "packing")
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -21,10 +21,10 @@ from posttrain.models.survey.tables import one_line
 Builder = Callable[[], PreTrainedModel]
 
 
-def builders(names: Sequence[str], path: str | None) -> dict[str, Builder]:
+def builders(names: Sequence[str], path: str | None, shapes: bool = False) -> dict[str, Builder]:
     """What builds the tiny model of each of `names` and of the checkpoint at `path`; with neither, of every one.
 
-    Names are of architectures, or of shapes.SHAPES.
+    Names are of architectures, or of shapes.SHAPES; `shapes`: every one of both.
 
     Errors: UserError for a name that does not exist.
     """
@@ -37,7 +37,8 @@ def builders(names: Sequence[str], path: str | None) -> dict[str, Builder]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # for tiny tensors more are slower
     found = {path: checkpoint(path)} if path else {}
-    return found | {name: _builder(name) for name in names or ([] if path else known)}
+    every = known if shapes else architectures()
+    return found | {name: _builder(name) for name in names or ([] if path else every)}
 
 
 def _builder(name: str) -> Builder:
