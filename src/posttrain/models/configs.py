@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from posttrain.config import Architecture, ModelConf
 from posttrain.errors import UserError
-from posttrain.models.internals import causal_model_class
+from posttrain.models.internals import causal_model_class, is_made
 from posttrain.models.tiny import EMBEDDED
 
 # The model types of transformers that each named architecture accepts: the text model alone, or within the
@@ -69,6 +69,9 @@ def text_config(whole: PreTrainedConfig, cfg: ModelConf) -> PreTrainedConfig:
             f"model.path={path} is a multimodal {whole.model_type!r} checkpoint, and transformers has no causal model "
             f"of its text part, {config.model_type!r}. Take a checkpoint of a text model"
         )
+    if config is not whole and is_made(config):
+        # Its head belongs to the whole, which says whether it is tied.
+        config.tie_word_embeddings = bool(getattr(whole, "tie_word_embeddings", False))
     accepted = MODEL_TYPES.get(cfg.architecture)
     if accepted and config.model_type not in accepted:
         fitting = [name.value for name, types in MODEL_TYPES.items() if config.model_type in types] or ["auto"]

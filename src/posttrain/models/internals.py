@@ -12,9 +12,14 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
+    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+
+from posttrain.models.text_model import made_class
 
 Interface = type[AttentionInterface] | type[AttentionMaskInterface]
 
@@ -31,10 +36,15 @@ def registered(interface: Interface) -> dict[str, Any]:
 
 
 def causal_model_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
-    """The causal language model that goes with a class of configs; None if transformers has none."""
+    """The causal language model that goes with a class of configs: transformers', or made; None for no text model."""
     # Upstream annotates the values of every such mapping as pairs, which only tokenizers are.
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
-    return found
+    return found or made_class(config_class)
+
+
+def is_made(config: PreTrainedConfig) -> bool:
+    """Has transformers only a text model without a head for this config?"""
+    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and made_class(type(config)) is not None
 
 
 def attention_in_use(config: PreTrainedConfig) -> str:
@@ -57,6 +67,37 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or any(module._compiled_call_impl for module in model.modules())
 
 
-def from_config(model_class: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """A model with random weights. The public way goes through the auto classes, which some configs are not in."""
-    return model_class._from_config(config, **options)
+def from_config(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None, **options: Any
+) -> PreTrainedModel:
+    """A causal language model with random weights, of the class that goes with its config if none is given."""
+    if model_class is None and is_made(config):
+        model_class = made_class(type(config))
+        options.pop("trust_remote_code", None)
+    if model_class is not None:
+        # The public way goes through the auto classes, which these configs are not in.
+        return model_class._from_config(config, **options)
+    return AutoModelForCausalLM.from_config(config, **options)
+
+
+def from_pretrained(path: str, config: PreTrainedConfig, **options: Any) -> Any:
+    """As AutoModelForCausalLM.from_pretrained, also for a config that it does not know."""
+    made = made_class(type(config)) if is_made(config) else None
+    return (made or AutoModelForCausalLM).from_pretrained(path, config=config, **options)
+
+
+def convert_as(whole: PreTrainedConfig, text: PreTrainedConfig) -> None:
+    """Give the text model the conversions of layers (fused experts, say) that transformers has for the whole alone.
+
+    Renamings of parts of the whole are left out: `multimodal.renamed` finds them from the names in the files.
+    """
+    model_class = causal_model_class(type(text))
+    if model_class is None or any(map(get_checkpoint_conversion_mapping, (model_class.__name__, text.model_type))):
+        return
+    inner = [
+        entry
+        for entry in get_checkpoint_conversion_mapping(whole.model_type) or []
+        if isinstance(entry, WeightConverter) or all(pattern.startswith(r"\.") for pattern in entry.source_patterns)
+    ]
+    if inner:
+        register_checkpoint_conversion_mapping(model_class.__name__, inner)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import (
     AttentionInterface,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -26,7 +25,13 @@ from posttrain.errors import UserError
 from posttrain.models import multimodal
 from posttrain.models.chat import turn_end
 from posttrain.models.configs import first_line, load_config, neutralise, text_config, weights_path, whole_config
-from posttrain.models.internals import causal_model_class, registered, takes_flash_attention
+from posttrain.models.internals import (
+    causal_model_class,
+    from_config,
+    from_pretrained,
+    registered,
+    takes_flash_attention,
+)
 from posttrain.models.stored import OTHER_PARTS, Stored, stored
 from posttrain.models.tiny import tiny_config, tiny_tokenizer
 
@@ -97,13 +102,10 @@ def load_checkpoint(cfg: ModelConf) -> Loaded:
         tokenizer = load_tokenizer(cfg)
         files = stored(path, cfg.revision)
         if config is not whole and files is not None and causal_model_class(type(config)) is not None:
-            multimodal.check_same_logits(whole, path)
-            multimodal.tie_as_the_whole(whole, config, files)
-            names = multimodal.renamed(files, config)
-        # With output_loading_info it is a pair, whatever upstream's annotation says.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            names = multimodal.prepare(whole, config, files, path)
+        loaded = from_pretrained(
             path,
-            config=config,
+            config,
             dtype=torch.float32,
             attn_implementation=attention(cfg, config),
             use_safetensors=True,
@@ -137,7 +139,7 @@ def load_checkpoint(cfg: ModelConf) -> Loaded:
 def other_shape(files: Stored | None, config: PreTrainedConfig) -> str | None:
     """The first weight that files and the model of a config have in different shapes, in words; None without one."""
     with torch.device("meta"):
-        bare = AutoModelForCausalLM.from_config(config)
+        bare = from_config(config)
     for name, parameter in bare.named_parameters():
         if files and files.shapes.get(name, tuple(parameter.shape)) != tuple(parameter.shape):
             return f"{name} has the shape {files.shapes[name]}, and config.json says {tuple(parameter.shape)}"
@@ -169,7 +171,7 @@ def initialise(cfg: ModelConf) -> Loaded:
     else:
         config, tokenizer = load_config(cfg), load_tokenizer(cfg)
     stored_dtype = config.dtype
-    model = AutoModelForCausalLM.from_config(
+    model = from_config(
         config,
         dtype=torch.float32,
         attn_implementation=attention(cfg, config),

@@ -10,16 +10,20 @@ import copy
 import json
 import re
 import shutil
+import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
 from posttrain.errors import UserError
+from posttrain.models.configs import first_line
+from posttrain.models.internals import convert_as, from_config, is_made
 from posttrain.models.shrink import shrunk
-from posttrain.models.stored import INDEX, SINGLE, Stored, head_name, stored, text_prefix
+from posttrain.models.stored import INDEX, SINGLE, Stored, head_name, stored, text_names, text_prefix
 
 EQUAL = 1e-4  # of the largest logit, in fp32
 
@@ -30,63 +34,103 @@ def renamed(files: Stored, text: PreTrainedConfig) -> dict[str, str]:
     Empty where the text model's names stand in the files as they are, or transformers itself knows how they are called.
     """
     with torch.device("meta"):
-        bare = AutoModelForCausalLM.from_config(text)
-    base = bare.base_model_prefix
+        bare = from_config(text)
     wanted = {name: tuple(parameter.shape) for name, parameter in bare.named_parameters()}
-    prefix = text_prefix(files.shapes, wanted, base)
-    if prefix is None or prefix == f"{base}.":
-        return {}
+    names = text_names(files.shapes, wanted, base_name(bare))
     head = head_name(files.shapes, "lm_head.weight")
-    mapping = {f"^{re.escape(prefix)}": f"{base}."}
-    return mapping | ({f"^{re.escape(head)}": "lm_head.weight"} if head not in (None, "lm_head.weight") else {})
+    return names | ({f"^{re.escape(head)}": "lm_head.weight"} if names and head not in (None, "lm_head.weight") else {})
 
 
-def tie_as_the_whole(whole: PreTrainedConfig, text: PreTrainedConfig, files: Stored) -> None:
-    """Tie the head of the text model where only the whole config says so, and the files have no head."""
-    tied = getattr(whole, "tie_word_embeddings", False)
-    if tied and head_name(files.shapes, "lm_head.weight") is None:
-        text.tie_word_embeddings = True
+def base_name(model: PreTrainedModel) -> str:
+    """The name of the module that holds the text model without its head."""
+    embeddings = model.get_input_embeddings()
+    # Not always `base_model_prefix`, which of Llama 4 is that of the whole.
+    return next(name for name, module in model.named_modules() if module is embeddings).partition(".")[0]
 
 
-def check_same_logits(whole: PreTrainedConfig, path: str) -> None:
+def prepare(whole: PreTrainedConfig, text: PreTrainedConfig, files: Stored, path: str) -> dict[str, str]:
+    """Make `text` the config of a causal language model that is the text model within the whole; `renamed`.
+
+    Raises UserError where the two write other logits, or where transformers has no causal model and the whole cannot be
+    tried either.
+    """
+    tied = compared(whole, path)
+    if tied is None:
+        # Only the whole config may say so, and the files have no head then.
+        without_head = head_name(files.shapes, "lm_head.weight") is None
+        tied = getattr(text, "tie_word_embeddings", False) or getattr(whole, "tie_word_embeddings", False)
+        tied = tied and (without_head or getattr(text, "tie_word_embeddings", False))
+    text.tie_word_embeddings = bool(tied)
+    convert_as(whole, text)
+    return renamed(files, text)
+
+
+def compared(whole: PreTrainedConfig, path: str) -> bool | None:
     """On small random models: the multimodal class and the causal model of its text part write the same logits.
 
-    Raises UserError where they do not. What cannot be built small, for a package that is not installed or a config that
-    cannot be shrunk, is not compared: its weights still have to fit, name by name.
+    Returns whether the whole ties its head to its embeddings. Raises UserError where the logits differ. None stands for
+    what cannot be built small, for a package that is not installed or a config that cannot be shrunk: its weights still
+    have to fit, name by name. Where the causal model is of our making that is a UserError, too.
     """
-    ids_BT = torch.arange(1, 20)[None]
     with torch.random.fork_rng([]), torch.no_grad():
         torch.manual_seed(0)
         try:
-            config = shrunk(whole)
-            both = AutoModelForImageTextToText.from_config(config).float().eval()
-            # The head that the whole has decides, tied or not.
-            inside = copy.deepcopy(config.get_text_config(decoder=True))
-            inside.tie_word_embeddings = False
-            text = AutoModelForCausalLM.from_config(inside).float().eval()
-            wanted_BTV = both(input_ids=ids_BT).logits
+            found = _small(whole)
         # A multimodal class may want pictures, or packages; its tiny config may break rules of its own.
-        except Exception:
-            return
-        held = {name: tuple(tensor.shape) for name, tensor in both.state_dict().items()}
-        prefix = text_prefix(held, {n: tuple(p.shape) for n, p in text.named_parameters()}, text.base_model_prefix)
-        if prefix is None:
-            return
-        inner = {
-            f"{text.base_model_prefix}.{name.removeprefix(prefix)}": tensor
-            for name, tensor in both.state_dict().items()
-            if name.startswith(prefix)
-        }
-        head = head_name(held, "lm_head.weight")
-        inner["lm_head.weight"] = both.get_input_embeddings().weight if head is None else both.state_dict()[head]
-        text.load_state_dict(inner, strict=False)
-        found_BTV = text(input_ids=ids_BT).logits
-    difference = float((found_BTV - wanted_BTV).abs().max() / wanted_BTV.abs().max())
-    if not difference <= EQUAL:
+        except Exception as error:
+            if not is_made(whole.get_text_config(decoder=True)):
+                return None
+            reason = textwrap.shorten(first_line(error), 160)
+            raise UserError(
+                f"model.path={path}: no small {whole.model_type!r} model can be tried ({reason}), which would show "
+                "whether its text model is right by itself. Train a checkpoint of the text model alone"
+            ) from error
+    if not found.difference <= EQUAL:
+        scale = getattr(whole.get_text_config(decoder=True), "logit_scale", None)
+        instead = "Train a checkpoint of the text model alone"
+        if scale not in (None, 1):
+            instead = (
+                f"The whole does not scale them by logit_scale={scale}: write 1.0 in the text_config of config.json"
+            )
         raise UserError(
             f"model.path={path}: the text model of a {whole.model_type!r} checkpoint, taken by itself, writes other "
-            f"logits than within it (by {difference:.2g} of the largest). Train a checkpoint of the text model alone"
+            f"logits than within it (by {found.difference:.2g} of the largest). {instead}"
         )
+    return found.tied
+
+
+class _Found(NamedTuple):
+    difference: float  # of the logits, relative to the largest
+    tied: bool  # the head of the whole to its embeddings
+
+
+def _small(whole: PreTrainedConfig) -> _Found:
+    """What small random models show. Raises whatever a multimodal class may raise on text alone."""
+    ids_BT = torch.arange(2, 21)[None]
+    config = shrunk(getattr(whole, "thinker_config", whole))
+    inside = config.get_text_config(decoder=True)
+    # Gemma 4 looks for the tokens of pictures, and puts padding there: none of these is among the ids.
+    for part in (config, inside):
+        for name in [name for name in vars(part) if name.endswith("token_id") and getattr(part, name) is None]:
+            setattr(part, name, 0)
+    both = AutoModelForMultimodalLM.from_config(config).float().eval()
+    # The head that the whole has decides, tied or not.
+    inside = copy.deepcopy(inside)
+    inside.tie_word_embeddings = False
+    text = from_config(inside).float().eval()
+    weights = both.state_dict()
+    held = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    base = base_name(text)
+    prefix = text_prefix(held, {n: tuple(p.shape) for n, p in text.named_parameters()}, base)
+    if prefix is None:
+        raise ValueError("it holds no weights of a text model")
+    inner = {f"{base}.{n.removeprefix(prefix)}": tensor for n, tensor in weights.items() if n.startswith(prefix)}
+    head, embeddings = head_name(held, "lm_head.weight"), both.get_input_embeddings().weight
+    inner["lm_head.weight"] = embeddings if head is None else weights[head]
+    text.load_state_dict(inner, strict=False)
+    wanted_BTV, found_BTV = both(input_ids=ids_BT).logits, text(input_ids=ids_BT).logits
+    tied = head is None or weights[head].data_ptr() == embeddings.data_ptr()
+    return _Found(float((found_BTV - wanted_BTV).abs().max() / wanted_BTV.abs().max()), tied)
 
 
 def add_other_parts(export: Path, source: str, revision: str | None, whole: PreTrainedConfig) -> None:
@@ -99,7 +143,9 @@ def add_other_parts(export: Path, source: str, revision: str | None, whole: PreT
     if files is None or written is None or not written.shapes.keys() <= files.shapes.keys():
         print(f"{export} is the text model alone: its weights have other names in {source}")
         return
-    others = [name for name in files.shapes if name not in written.shapes]
+    # A tied head may stand in the files beside the embeddings: the trained embeddings are both.
+    tied = head_name(files.shapes, "lm_head.weight")
+    others = [name for name in files.shapes if name not in written.shapes and name != tied]
     weight_map = {name: file.name for name, file in written.files.items()}
     for number, file in enumerate(sorted({files.files[name] for name in others})):
         with safe_open(file, framework="pt") as tensors:

@@ -15,12 +15,9 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from posttrain.models.internals import from_config
 from posttrain.models.packed.layers import mixers
 from posttrain.models.thresholds import lowered
 
@@ -65,7 +62,7 @@ def tiny_copy(
     `crossing`: with the thresholds of its config below the lengths of the probes, see thresholds.py.
     """
     text = model.config.get_text_config(decoder=True)
-    build: Callable[..., Any] = type(model) if text is model.config else AutoModelForCausalLM.from_config
+    build: Callable[..., Any] = type(model) if text is model.config else from_config
     try:
         config = shrunk(text)
         with torch.device(device):

@@ -7,6 +7,7 @@ the names and shapes in the files, for there are as many prefixes as model class
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -105,6 +106,36 @@ def text_prefix(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tupl
         return None
     (prefix, _), *_ = votes.most_common(1)
     return prefix
+
+
+def text_names(shapes: Shapes, wanted: Shapes, base: str) -> dict[str, str]:
+    """Patterns of names in the files -> names of the text model `wanted`, for renaming in this order; empty if equal.
+
+    Beside the prefix of `text_prefix` a part of the text model may have another name: its layers are `blocks` where
+    transformers wrote a Kimi again, and only they lie under `encoder.` of a Qianfan.
+    """
+    prefix = text_prefix(shapes, wanted, base)
+    if prefix is None:
+        return {}
+    found = {} if prefix == f"{base}." else {f"^{re.escape(prefix)}": f"{base}."}
+    inner = {name.removeprefix(f"{base}."): shape for name, shape in wanted.items() if name.startswith(f"{base}.")}
+    for part in dict.fromkeys(name.partition(".")[0] for name in inner):
+        if any(f"{name}.".startswith(f"{prefix}{part}.") for name in shapes):
+            continue
+        tails = {name.removeprefix(part): shape for name, shape in inner.items() if name.startswith(f"{part}.")}
+        # Layers are known by what is in them, anything else by its name.
+        same = re.compile(r"\.\d+\." if all(re.match(r"\.\d+\.", tail) for tail in tails) else rf"(^|\.){part}\.")
+        votes: Counter[str] = Counter()
+        for name, shape in shapes.items():
+            for tail in (tail for tail, size in tails.items() if size == shape and name.endswith(tail)):
+                if same.search(name):
+                    votes[name.removesuffix(tail)] += 1
+        if votes:
+            # The vision tower may have such a part as well: what lies nearest to the rest of the text model is its.
+            where = max(votes, key=lambda name: (len(os.path.commonprefix([name, prefix])), votes[name]))
+            where = f"{base}.{where.removeprefix(prefix)}" if where.startswith(prefix) else where
+            found[f"^{re.escape(where)}\\."] = f"{base}.{part}."
+    return found
 
 
 def _starts(name: str) -> Iterable[int]:
