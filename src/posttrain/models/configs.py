@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import logging as huggingface_logging
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -50,7 +51,7 @@ def whole_config(cfg: ModelConf) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             path, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         hint = "Is the hub reachable, and the name right? A local directory also works."
         if "custom code" in str(error):
             hint = "Type model.trust_remote_code=true to run it."

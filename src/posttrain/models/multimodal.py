@@ -23,9 +23,17 @@ from posttrain.errors import UserError
 from posttrain.models.configs import first_line
 from posttrain.models.internals import convert_as, from_config, is_made
 from posttrain.models.shrink import shrunk
-from posttrain.models.stored import INDEX, SINGLE, Stored, head_name, stored, text_names, text_prefix
+from posttrain.models.stored import INDEX, SINGLE, Stored, file_of, head_name, stored, text_names, text_prefix
 
 EQUAL = 1e-4  # of the largest logit, in fp32
+# Without these files nobody could give the whole a picture, or load Qwen2.5-Omni at all.
+OF_OTHER_PARTS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+    "spk_dict.pt",
+)
 
 
 def renamed(files: Stored, text: PreTrainedConfig) -> dict[str, str]:
@@ -89,9 +97,7 @@ def compared(whole: PreTrainedConfig, path: str) -> bool | None:
         scale = getattr(whole.get_text_config(decoder=True), "logit_scale", None)
         instead = "Train a checkpoint of the text model alone"
         if scale not in (None, 1):
-            instead = (
-                f"The whole does not scale them by logit_scale={scale}: write 1.0 in the text_config of config.json"
-            )
+            instead = f"The whole leaves out logit_scale={scale}: write 1.0 in the text_config of config.json"
         raise UserError(
             f"model.path={path}: the text model of a {whole.model_type!r} checkpoint, taken by itself, writes other "
             f"logits than within it (by {found.difference:.2g} of the largest). {instead}"
@@ -137,7 +143,7 @@ def add_other_parts(export: Path, source: str, revision: str | None, whole: PreT
     """Make an exported text model the whole checkpoint again: the other parts unchanged, the whole config.
 
     `export` holds the text model under the names that it has in `source`. The other parts go into files of their own,
-    and an index names them all. Weights that have other names there stay a text model by itself, which a line says.
+    and an index names them all. What prepares pictures, videos and sound is copied, too. Weights that have other names there stay a text model by itself, which a line says.
     """
     files, written = stored(source, revision), stored(str(export), None)
     if files is None or written is None or not written.shapes.keys() <= files.shapes.keys():
@@ -159,6 +165,9 @@ def add_other_parts(export: Path, source: str, revision: str | None, whole: PreT
             shutil.move(export / SINGLE, export / text)
             weight_map = {name: text if file == SINGLE else file for name, file in weight_map.items()}
         (export / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2))
+    for name in OF_OTHER_PARTS:
+        if (beside := file_of(source, name, revision)) is not None and not (export / name).exists():
+            shutil.copyfile(beside, export / name)
     trained = PreTrainedConfig.get_config_dict(str(export))[0]
     config = copy.deepcopy(whole)
     config.dtype = trained.get("dtype")

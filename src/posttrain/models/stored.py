@@ -43,13 +43,13 @@ def stored(path: str, revision: str | None) -> Stored | None:
 
     Raises UserError, with the file, for a Git LFS pointer, a truncated file or a shard that is missing.
     """
-    index = _file(path, INDEX, revision)
+    index = file_of(path, INDEX, revision)
     if index is None:
-        single = _file(path, SINGLE, revision)
+        single = file_of(path, SINGLE, revision)
         files = [] if single is None else [single]
     else:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        found = {name: _file(path, name, revision) for name in names}
+        found = {name: file_of(path, name, revision) for name in names}
         if missing := [name for name, file in found.items() if file is None]:
             raise UserError(f"model.path={path}: {index.name} names {missing[0]}, and it is not there: copy it again")
         files = [file for file in found.values() if file is not None]
@@ -63,7 +63,8 @@ def stored(path: str, revision: str | None) -> Stored | None:
     return Stored(shapes, places)
 
 
-def _file(path: str, name: str, revision: str | None) -> Path | None:
+def file_of(path: str, name: str, revision: str | None) -> Path | None:
+    """A file of a checkpoint in a local directory or on the hub; None if it has none of this name."""
     if Path(path).is_dir():
         file = Path(path, name)
         return file if file.is_file() else None

@@ -13,14 +13,18 @@ import inspect
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import MODEL_MAPPING, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
-@functools.cache
-def made_class(config_class: Any) -> type[PreTrainedModel] | None:
+def made_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
     """The class of causal language models for a class of text configs; None where no text model goes with it."""
-    # mypy takes a class of configs for as unhashable as a config, hence Any.
+    # mypy takes a class of configs for as unhashable as a config.
+    return _made(config_class)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _made(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
     body = text_body(config_class)
     if body is None:
         return None
@@ -88,6 +92,9 @@ class _WithHead:
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [B, K, V] of ids [B, T]: K is T, the last `logits_to_keep` positions, or the positions in it."""
+        if use_cache and past_key_values is None:
+            # Not every text model makes one where its whole does.
+            past_key_values = DynamicCache(config=self.config)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
