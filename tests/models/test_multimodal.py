@@ -1,6 +1,7 @@
 """Multimodal checkpoints: which give their text model, and whether an export is the whole checkpoint again."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,6 +212,15 @@ def test_a_whole_that_a_missing_package_hides_gives_its_text_model_all_the_same(
     assert stored(str(tmp_path / "export"), None).shapes == stored(str(tmp_path / "source"), None).shapes
     reread = load_checkpoint(at(tmp_path / "export"))
     assert torch.equal(logits(reread.model), logits(loaded.model))
+
+
+def test_the_page_on_inputs_names_the_same_types():
+    page = (Path(__file__).parents[2] / "docs" / "inputs.md").read_text(encoding="utf-8")
+    section = page.partition("### Multimodal checkpoints")[2].partition("\n### ")[0]
+    paragraph = section.partition("in the tests:\n")[2].partition("\n\n")[0]
+    assert paragraph.rstrip(".").replace("\n", " ").split(", ") == LOADED
+    table = [row.split("|")[1].strip() for row in section.splitlines() if row.startswith("| ")]
+    assert ", ".join(table[1:]).split(", ") == list(REFUSED)
 
 
 def test_parts_of_the_text_model_may_have_other_names_than_its_prefix_gives():

@@ -8,7 +8,7 @@ from transformers import BertConfig, CLIPTextConfig, Qwen3Config, Siglip2TextCon
 from posttrain.flops import counter, size
 from posttrain.models import gdn_packing
 from posttrain.models.head import find_head
-from posttrain.models.internals import causal_model_class, from_config, is_made
+from posttrain.models.internals import causal_model_class, from_config, is_made, layer_classes
 from posttrain.models.shrink import slow_to_forget, tiny_copy
 from posttrain.models.text_model import made_class
 from posttrain.rollout.probe import TOLERANCE, reported
@@ -79,6 +79,12 @@ def test_its_head_is_found_and_a_small_copy_has_its_class():
     model = made("qwen3_vl")
     assert find_head(model).linear is model.lm_head
     assert type(tiny_copy(model, torch.device("cpu"), torch.float32)) is type(model)
+
+
+@pytest.mark.parametrize("model_type", MADE)
+def test_its_layers_are_sharded_one_by_one(model_type):
+    model = made(model_type)
+    assert {type(layer).__name__ for layer in model.model.layers} == set(layer_classes(model))
 
 
 def test_what_is_no_text_decoder_gets_no_model_and_a_causal_model_of_transformers_stays():

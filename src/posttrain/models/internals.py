@@ -5,6 +5,7 @@ What the packing patch replaces is in packed/, with the upstream functions that 
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
@@ -81,9 +82,21 @@ def from_config(
 
 
 def from_pretrained(path: str, config: PreTrainedConfig, **options: Any) -> Any:
-    """As AutoModelForCausalLM.from_pretrained, also for a config that it does not know."""
+    """As AutoModelForCausalLM.from_pretrained, also for a config that it does not know, and without its report.
+
+    The report has a line for each name that fits nowhere; `output_loading_info` returns the same names.
+    """
     made = made_class(type(config)) if is_made(config) else None
-    return (made or AutoModelForCausalLM).from_pretrained(path, config=config, **options)
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_no_report)
+    try:
+        return (made or AutoModelForCausalLM).from_pretrained(path, config=config, **options)
+    finally:
+        logger.removeFilter(_no_report)
+
+
+def _no_report(record: logging.LogRecord) -> bool:
+    return record.module != "loading_report"
 
 
 def convert_as(whole: PreTrainedConfig, text: PreTrainedConfig) -> None:

@@ -143,7 +143,8 @@ def add_other_parts(export: Path, source: str, revision: str | None, whole: PreT
     """Make an exported text model the whole checkpoint again: the other parts unchanged, the whole config.
 
     `export` holds the text model under the names that it has in `source`. The other parts go into files of their own,
-    and an index names them all. What prepares pictures, videos and sound is copied, too. Weights that have other names there stay a text model by itself, which a line says.
+    and an index names them all. What prepares pictures, videos and sound is copied, too. Weights that have other names
+    there stay a text model by itself, which a line says.
     """
     files, written = stored(source, revision), stored(str(export), None)
     if files is None or written is None or not written.shapes.keys() <= files.shapes.keys():
