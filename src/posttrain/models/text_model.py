@@ -39,7 +39,6 @@ def _made(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
         "config_class": config_class,
         "base_model_prefix": "model",
         "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
-        "_no_split_modules": body._no_split_modules or family._no_split_modules,
     }
     return type(name, (_WithHead, family, GenerationMixin), fields)
 
