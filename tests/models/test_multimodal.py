@@ -39,6 +39,8 @@ REFUSED = {
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
 # What a default config lacks, which checkpoints have.
 FIELDS = {
+    "gemma4": {"vision_config": {}},
+    "gemma4_unified": {"vision_config": {}},
     "glm46v": {"text_config": {"rope_parameters": MROPE}},
     "glm4v": {"text_config": {"rope_parameters": MROPE}},
     "glm4v_moe": {"text_config": {"rope_parameters": MROPE, "head_dim": 128}},
@@ -212,6 +214,37 @@ def test_a_whole_that_a_missing_package_hides_gives_its_text_model_all_the_same(
     assert stored(str(tmp_path / "export"), None).shapes == stored(str(tmp_path / "source"), None).shapes
     reread = load_checkpoint(at(tmp_path / "export"))
     assert torch.equal(logits(reread.model), logits(loaded.model))
+
+
+def test_of_an_omni_model_the_thinker_is_trained(tmp_path):
+    original = whole("qwen2_5_omni", enable_audio_output=False)
+    cfg = saved(original, tmp_path / "source")
+    torch.save({}, tmp_path / "source" / "spk_dict.pt")  # of the talker's voices
+    # A talker has layers as well.
+    weights = load_file(tmp_path / "source" / "model.safetensors")
+    talker = {
+        name.replace("thinker.", "talker."): torch.zeros_like(value)
+        for name, value in weights.items()
+        if name.startswith("thinker.model.")
+    }
+    save_file(weights | talker, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_checkpoint(cfg)
+    torch.testing.assert_close(logits(loaded.model), logits(original.thinker), rtol=0, atol=1e-5)
+    trained(loaded.model)
+    write(loaded.model, loaded.model.state_dict(), loaded.tokenizer, tmp_path / "export", cfg)
+    again = type(original).from_pretrained(tmp_path / "export", dtype=torch.float32).eval()
+    torch.testing.assert_close(logits(again.thinker), logits(loaded.model), rtol=0, atol=1e-5)
+
+
+def test_a_file_with_two_text_models_is_refused(tmp_path):
+    original = whole("llava")
+    cfg = saved(original, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    twice = {f"draft.{name}": value.clone() for name, value in weights.items() if name.startswith("language_model.")}
+    save_file(weights | twice, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"its weights may be .*language_model.* as well as") as error:
+        load_checkpoint(cfg)
+    assert "\n" not in str(error.value)
 
 
 def test_the_page_on_inputs_names_the_same_types():

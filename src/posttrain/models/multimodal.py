@@ -44,8 +44,11 @@ def renamed(files: Stored, text: PreTrainedConfig) -> dict[str, str]:
     with torch.device("meta"):
         bare = from_config(text)
     wanted = {name: tuple(parameter.shape) for name, parameter in bare.named_parameters()}
-    names = text_names(files.shapes, wanted, base_name(bare))
-    head = head_name(files.shapes, "lm_head.weight")
+    # The talker of an omni model has a text model, too.
+    thinker = {name: shape for name, shape in files.shapes.items() if name.startswith("thinker.")}
+    shapes = thinker or files.shapes
+    names = text_names(shapes, wanted, base_name(bare))
+    head = head_name(shapes, "lm_head.weight")
     return names | ({f"^{re.escape(head)}": "lm_head.weight"} if names and head not in (None, "lm_head.weight") else {})
 
 
@@ -152,6 +155,9 @@ def add_other_parts(export: Path, source: str, revision: str | None, whole: PreT
         return
     # A tied head may stand in the files beside the embeddings: the trained embeddings are both.
     tied = head_name(files.shapes, "lm_head.weight")
+    if tied is not None and files.shapes[tied] not in written.shapes.values():
+        # It is that of another part.
+        tied = None
     others = [name for name in files.shapes if name not in written.shapes and name != tied]
     weight_map = {name: file.name for name, file in written.files.items()}
     for number, file in enumerate(sorted({files.files[name] for name in others})):

@@ -96,6 +96,7 @@ def text_prefix(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tupl
 
     `wanted` are names and shapes of the text model alone; the prefix is the one that the most of them have in the file
     with the same shape. Of the vision tower, whose layers may have the same names, fewer fit.
+    Raises ValueError where two parts fit as well.
     """
     inner = {name.removeprefix(f"{base}."): shape for name, shape in wanted.items() if name.startswith(f"{base}.")}
     votes: Counter[str] = Counter()
@@ -105,7 +106,9 @@ def text_prefix(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tupl
                 votes[stored_name[:start]] += 1
     if not votes:
         return None
-    (prefix, _), *_ = votes.most_common(1)
+    (prefix, most), *others = votes.most_common()
+    if others and others[0][1] == most:
+        raise ValueError(f"its weights may be {prefix}* as well as {others[0][0]}*")
     return prefix
 
 
