@@ -99,8 +99,9 @@ class _Walk:
     def executed(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that text runs through, one that several layers share as often as they do."""
         for name, module in self.modules.items():
-            outside = _layer(name) not in self.layers
-            if not CROSS_ATTENTION.search(name) and not (outside and TOWERS.search(name)):
+            # A layer may have experts of its own for pictures; its name in the model says nothing of it.
+            within = name.removeprefix(_layer(name)) if _layer(name) in self.layers else name
+            if not CROSS_ATTENTION.search(name) and not TOWERS.search(within):
                 yield name, module
 
     def _find_layers(self) -> dict[str, nn.Module]:

@@ -55,5 +55,5 @@ def tiny(model_type: str, **fields: Any) -> PreTrainedModel:
         raise ValueError(f"transformers knows no causal language model {model_type!r}")
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        model = from_config(model_class, config, dtype=torch.float32)
+        model = from_config(config, model_class, dtype=torch.float32)
     return slow_to_forget(model).eval()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import logging as huggingface_logging
 from transformers import AutoConfig, PreTrainedConfig
 
 from posttrain.config import Architecture, ModelConf
 from posttrain.errors import UserError
-from posttrain.models.text_model import text_model_classes
+from posttrain.models.internals import causal_model_class, is_made
 from posttrain.models.tiny import EMBEDDED
 
 # The model types of transformers that each named architecture accepts: the text model alone, or within the
@@ -54,7 +55,7 @@ def whole_config(cfg: ModelConf) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             path, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         hint = "Is the hub reachable, and the name right? A local directory also works."
         if "custom code" in str(error):
             hint = "Type model.trust_remote_code=true to run it."
@@ -68,11 +69,14 @@ def text_config(whole: PreTrainedConfig, cfg: ModelConf) -> PreTrainedConfig:
     """The config of the language model within `whole`. Raises UserError where it is not what `cfg` asks for."""
     path, config = weights_path(cfg), whole.get_text_config(decoder=True)
     own_code = hasattr(whole, "auto_map")
-    if config is not whole and not text_model_classes(config) and not own_code:
+    if config is not whole and causal_model_class(type(config)) is None and not own_code:
         raise UserError(
-            f"model.path={path} is a multimodal {whole.model_type!r} checkpoint, and transformers has no text model "
+            f"model.path={path} is a multimodal {whole.model_type!r} checkpoint, and transformers has no causal model "
             f"of its text part, {config.model_type!r}. Take a checkpoint of a text model"
         )
+    if config is not whole and is_made(config):
+        # Its head belongs to the whole, which says whether it is tied.
+        config.tie_word_embeddings = bool(getattr(whole, "tie_word_embeddings", False))
     accepted = MODEL_TYPES.get(cfg.architecture)
     if accepted and config.model_type not in accepted:
         fitting = [name.value for name, types in MODEL_TYPES.items() if config.model_type in types] or ["auto"]

@@ -5,22 +5,22 @@ What the packing patch replaces is in packed/, with the upstream functions that 
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
+    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
-from transformers.core_model_loading import WeightConverter, WeightRenaming
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+
+from posttrain.models.text_model import made_class
 
 Interface = type[AttentionInterface] | type[AttentionMaskInterface]
 
@@ -37,34 +37,15 @@ def registered(interface: Interface) -> dict[str, Any]:
 
 
 def causal_model_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
-    """The causal language model that goes with a class of configs; None if transformers has none."""
+    """The causal language model that goes with a class of configs: transformers', or made; None for no text model."""
     # Upstream annotates the values of every such mapping as pairs, which only tokenizers are.
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
-    return found
+    return found or made_class(config_class)
 
 
-def text_body_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
-    """The model without a head that goes with a class of configs; None if transformers has none."""
-    found: Any = MODEL_MAPPING.get(config_class, None)
-    return found
-
-
-def parent_class(model_class: type[PreTrainedModel]) -> Any:
-    """What every model of a family inherits: which layers it has, and what they can do."""
-    return next(each for each in model_class.__mro__[1:] if issubclass(each, PreTrainedModel))
-
-
-def convert_weights_as(model_type: str, model_class: type[PreTrainedModel]) -> None:
-    """Merge and turn the weights of a checkpoint for a class of ours as for `model_type`: experts, above all.
-
-    The renamings among upstream's conversions are for the names of the whole checkpoint, and stay with it.
-    """
-    conversions = get_checkpoint_conversion_mapping(model_type) or []
-    merging: list[WeightConverter | WeightRenaming] = [
-        each for each in conversions if isinstance(each, WeightConverter)
-    ]
-    if merging:
-        register_checkpoint_conversion_mapping(model_class.__name__, merging, overwrite=True)
+def is_made(config: PreTrainedConfig) -> bool:
+    """Has transformers only a text model without a head for this config?"""
+    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and made_class(type(config)) is not None
 
 
 def attention_in_use(config: PreTrainedConfig) -> str:
@@ -87,6 +68,49 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or any(module._compiled_call_impl for module in model.modules())
 
 
-def from_config(model_class: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """A model with random weights. The public way goes through the auto classes, which some configs are not in."""
-    return model_class._from_config(config, **options)
+def from_config(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None, **options: Any
+) -> PreTrainedModel:
+    """A causal language model with random weights, of the class that goes with its config if none is given."""
+    if model_class is None and is_made(config):
+        model_class = made_class(type(config))
+        options.pop("trust_remote_code", None)
+    if model_class is not None:
+        # The public way goes through the auto classes, which these configs are not in.
+        return model_class._from_config(config, **options)
+    return AutoModelForCausalLM.from_config(config, **options)
+
+
+def from_pretrained(path: str, config: PreTrainedConfig, **options: Any) -> Any:
+    """As AutoModelForCausalLM.from_pretrained, also for a config that it does not know, and without its report.
+
+    The report has a line for each name that fits nowhere; `output_loading_info` returns the same names.
+    """
+    made = made_class(type(config)) if is_made(config) else None
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_no_report)
+    try:
+        return (made or AutoModelForCausalLM).from_pretrained(path, config=config, **options)
+    finally:
+        logger.removeFilter(_no_report)
+
+
+def _no_report(record: logging.LogRecord) -> bool:
+    return record.module != "loading_report"
+
+
+def convert_as(whole: PreTrainedConfig, text: PreTrainedConfig) -> None:
+    """Give the text model the conversions of layers (fused experts, say) that transformers has for the whole alone.
+
+    Renamings of parts of the whole are left out: `multimodal.renamed` finds them from the names in the files.
+    """
+    model_class = causal_model_class(type(text))
+    if model_class is None or any(map(get_checkpoint_conversion_mapping, (model_class.__name__, text.model_type))):
+        return
+    inner = [
+        entry
+        for entry in get_checkpoint_conversion_mapping(whole.model_type) or []
+        if isinstance(entry, WeightConverter) or all(pattern.startswith(r"\.") for pattern in entry.source_patterns)
+    ]
+    if inner:
+        register_checkpoint_conversion_mapping(model_class.__name__, inner)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import (
     AttentionInterface,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -26,9 +25,14 @@ from posttrain.errors import UserError
 from posttrain.models import multimodal
 from posttrain.models.chat import turn_end
 from posttrain.models.configs import first_line, load_config, neutralise, text_config, weights_path, whole_config
-from posttrain.models.internals import registered, takes_flash_attention
+from posttrain.models.internals import (
+    causal_model_class,
+    from_config,
+    from_pretrained,
+    registered,
+    takes_flash_attention,
+)
 from posttrain.models.stored import OTHER_PARTS, Stored, stored
-from posttrain.models.text_model import random_model, text_model_classes
 from posttrain.models.tiny import tiny_config, tiny_tokenizer
 
 
@@ -49,7 +53,7 @@ def attention(cfg: ModelConf, config: PreTrainedConfig) -> str | None:
     if cfg.attention != "auto":
         return cfg.attention
     # None stands for a checkpoint's own code.
-    model_class = next(iter(text_model_classes(config)), None)
+    model_class = causal_model_class(type(config))
     takes_it = takes_flash_attention(model_class)
     half = compute_dtype(cfg) is torch.bfloat16
     runs = takes_it and half and torch.cuda.is_available() and is_flash_attn_2_available()
@@ -93,22 +97,15 @@ def load_checkpoint(cfg: ModelConf) -> Loaded:
     stored_dtype = config.dtype
     source: dict[str, Any] = dict(revision=cfg.revision, trust_remote_code=cfg.trust_remote_code)
     names: dict[str, str] = {}
-    files, spoken = None, transformers_logging.get_verbosity()
-    # What it reports in twenty lines is a note, or an error, below.
-    transformers_logging.set_verbosity_error()
+    files = None
     try:
         tokenizer = load_tokenizer(cfg)
         files = stored(path, cfg.revision)
-        model_class: Any = AutoModelForCausalLM
-        if config is not whole and files is not None and text_model_classes(config):
-            model_class, more = multimodal.text_model_class(whole, path)
-            notes += more
-            multimodal.tie_as_the_whole(whole, config, files)
-            names = multimodal.renamed(files, config, model_class)
-        # With output_loading_info it is a pair, whatever upstream's annotation says.
-        loaded: Any = model_class.from_pretrained(
+        if config is not whole and files is not None and causal_model_class(type(config)) is not None:
+            names = multimodal.prepare(whole, config, files, path)
+        loaded = from_pretrained(
             path,
-            config=config,
+            config,
             dtype=torch.float32,
             attn_implementation=attention(cfg, config),
             use_safetensors=True,
@@ -119,8 +116,6 @@ def load_checkpoint(cfg: ModelConf) -> Loaded:
         model, found = loaded
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise UserError(f"model.path={path}: {other_shape(files, config) or first_line(error)}") from error
-    finally:
-        transformers_logging.set_verbosity(spoken)
     lacking = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
     # transformers would train them from random values, after a warning.
     if lacking:
@@ -144,7 +139,7 @@ def load_checkpoint(cfg: ModelConf) -> Loaded:
 def other_shape(files: Stored | None, config: PreTrainedConfig) -> str | None:
     """The first weight that files and the model of a config have in different shapes, in words; None without one."""
     with torch.device("meta"):
-        bare = random_model(config)
+        bare = from_config(config)
     for name, parameter in bare.named_parameters():
         if files and files.shapes.get(name, tuple(parameter.shape)) != tuple(parameter.shape):
             return f"{name} has the shape {files.shapes[name]}, and config.json says {tuple(parameter.shape)}"
@@ -176,7 +171,12 @@ def initialise(cfg: ModelConf) -> Loaded:
     else:
         config, tokenizer = load_config(cfg), load_tokenizer(cfg)
     stored_dtype = config.dtype
-    model = random_model(config, cfg.trust_remote_code, dtype=torch.float32, attn_implementation=attention(cfg, config))
+    model = from_config(
+        config,
+        dtype=torch.float32,
+        attn_implementation=attention(cfg, config),
+        trust_remote_code=cfg.trust_remote_code,
+    )
     _ready(model, tokenizer, cfg, stored_dtype)
     return Loaded(model=model, tokenizer=tokenizer, notes=())
 

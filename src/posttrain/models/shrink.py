@@ -17,8 +17,8 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from posttrain.models.internals import from_config
 from posttrain.models.packed.layers import mixers
-from posttrain.models.text_model import random_model
 from posttrain.models.thresholds import lowered
 
 # Decay 0.991 a token: a state outlives every document here. It is written loudly (dt 1.3), and nothing passes it by.
@@ -62,7 +62,7 @@ def tiny_copy(
     `crossing`: with the thresholds of its config below the lengths of the probes, see thresholds.py.
     """
     text = model.config.get_text_config(decoder=True)
-    build: Callable[..., Any] = type(model) if text is model.config else random_model
+    build: Callable[..., Any] = type(model) if text is model.config else from_config
     try:
         config = shrunk(text)
         with torch.device(device):
@@ -123,7 +123,7 @@ def _exact(named: dict) -> dict[str, float]:
     # a layer may take its heads to fill the hidden size; heads this wide never do, and 64 is cheaper
     free = named.get("head_dim") and (was // heads != width or width > 128)
     hidden = 64 if free or heads == 1 else 2 * width
-    if around := named.get("attention_hidden_size"):
+    if named.get("head_dim") and (around := named.get("attention_hidden_size")):
         # Attention reads and writes as much as its heads hold (zamba2).
         hidden = 2 * width * was // around
     # 0.1 at a width of 64, where at the usual 0.02 a layer would drown in the residual stream

@@ -7,6 +7,7 @@ the names and shapes in the files, for there are as many prefixes as model class
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -42,13 +43,13 @@ def stored(path: str, revision: str | None) -> Stored | None:
 
     Raises UserError, with the file, for a Git LFS pointer, a truncated file or a shard that is missing.
     """
-    index = _file(path, INDEX, revision)
+    index = file_of(path, INDEX, revision)
     if index is None:
-        single = _file(path, SINGLE, revision)
+        single = file_of(path, SINGLE, revision)
         files = [] if single is None else [single]
     else:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        found = {name: _file(path, name, revision) for name in names}
+        found = {name: file_of(path, name, revision) for name in names}
         if missing := [name for name, file in found.items() if file is None]:
             raise UserError(f"model.path={path}: {index.name} names {missing[0]}, and it is not there: copy it again")
         files = [file for file in found.values() if file is not None]
@@ -62,7 +63,8 @@ def stored(path: str, revision: str | None) -> Stored | None:
     return Stored(shapes, places)
 
 
-def _file(path: str, name: str, revision: str | None) -> Path | None:
+def file_of(path: str, name: str, revision: str | None) -> Path | None:
+    """A file of a checkpoint in a local directory or on the hub; None if it has none of this name."""
     if Path(path).is_dir():
         file = Path(path, name)
         return file if file.is_file() else None
@@ -94,6 +96,7 @@ def text_prefix(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tupl
 
     `wanted` are names and shapes of the text model alone; the prefix is the one that the most of them have in the file
     with the same shape. Of the vision tower, whose layers may have the same names, fewer fit.
+    Raises ValueError where two parts fit as well.
     """
     inner = {name.removeprefix(f"{base}."): shape for name, shape in wanted.items() if name.startswith(f"{base}.")}
     votes: Counter[str] = Counter()
@@ -103,8 +106,40 @@ def text_prefix(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tupl
                 votes[stored_name[:start]] += 1
     if not votes:
         return None
-    (prefix, _), *_ = votes.most_common(1)
+    (prefix, most), *others = votes.most_common()
+    if others and others[0][1] == most:
+        raise ValueError(f"its weights may be {prefix}* as well as {others[0][0]}*")
     return prefix
+
+
+def text_names(shapes: Shapes, wanted: Shapes, base: str) -> dict[str, str]:
+    """Patterns of names in the files -> names of the text model `wanted`, for renaming in this order; empty if equal.
+
+    Beside the prefix of `text_prefix` a part of the text model may have another name: its layers are `blocks` where
+    transformers wrote a Kimi again, and only they lie under `encoder.` of a Qianfan.
+    """
+    prefix = text_prefix(shapes, wanted, base)
+    if prefix is None:
+        return {}
+    found = {} if prefix == f"{base}." else {f"^{re.escape(prefix)}": f"{base}."}
+    inner = {name.removeprefix(f"{base}."): shape for name, shape in wanted.items() if name.startswith(f"{base}.")}
+    for part in dict.fromkeys(name.partition(".")[0] for name in inner):
+        if any(f"{name}.".startswith(f"{prefix}{part}.") for name in shapes):
+            continue
+        tails = {name.removeprefix(part): shape for name, shape in inner.items() if name.startswith(f"{part}.")}
+        # Layers are known by what is in them, anything else by its name.
+        same = re.compile(r"\.\d+\." if all(re.match(r"\.\d+\.", tail) for tail in tails) else rf"(^|\.){part}\.")
+        votes: Counter[str] = Counter()
+        for name, shape in shapes.items():
+            for tail in (tail for tail, size in tails.items() if size == shape and name.endswith(tail)):
+                if same.search(name):
+                    votes[name.removesuffix(tail)] += 1
+        if votes:
+            # The vision tower may have such a part as well: what lies nearest to the rest of the text model is its.
+            where = max(votes, key=lambda name: (len(os.path.commonprefix([name, prefix])), votes[name]))
+            where = f"{base}.{where.removeprefix(prefix)}" if where.startswith(prefix) else where
+            found[f"^{re.escape(where)}\\."] = f"{base}.{part}."
+    return found
 
 
 def _starts(name: str) -> Iterable[int]:

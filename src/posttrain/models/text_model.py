@@ -1,110 +1,108 @@
-"""The causal language model of a text config: transformers' own, or one made of its text body and a plain head.
+"""A causal language model around the text model of a multimodal class, where transformers has none of its own.
 
-transformers has a causal class for most text models. Of some multimodal types (Qwen2-VL, Qwen3-VL, GLM-4V, ...) it has
-the text body alone, which the multimodal class puts a head on. `language_model_class` makes that class here.
+Qwen2-VL, GLM-4V and their kin have a class for the text model and one for the whole, and nothing between: the class
+made here is the text model, a linear head without a bias, and transformers' loading, saving and generation. Whether
+the whole makes its logits so is never taken for granted, see `multimodal.compared`.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 from typing import Any
 
-import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import MODEL_MAPPING, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from posttrain.models.internals import causal_model_class, from_config, parent_class, text_body_class
 
-HEAD = "lm_head.weight"
-
-
-def text_model_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    """What a text config can be a causal model of, the likelier one first; empty where transformers has no text body.
-
-    A causal class of transformers may do to its logits what the multimodal class does not: the plain one is next.
-    """
-    theirs = causal_model_class(type(config))
-    body = text_body_class(type(config))
-    ours = [] if body is None else [language_model_class(body)]
-    return ours if theirs is None else [theirs, *ours]
+def made_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
+    """The class of causal language models for a class of text configs; None where no text model goes with it."""
+    # mypy takes a class of configs for as unhashable as a config.
+    return _made(config_class)  # type: ignore[arg-type]
 
 
-def body_name(model: PreTrainedModel) -> str:
-    """What the text body is called within a causal model: the prefix of its weights."""
-    base = model.base_model_prefix
-    if base and hasattr(model, base):
-        return base
-    body = text_body_class(type(model.config))
-    return next(name for name, part in model.named_children() if body is not None and isinstance(part, body))
+@functools.cache
+def _made(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
+    body = text_body(config_class)
+    if body is None:
+        return None
+    # The class above the body has the rules of the family: how weights begin, which attention it takes.
+    family = next(base for base in body.__mro__[1:] if issubclass(base, PreTrainedModel))
+    name = f"{body.__name__.removesuffix('Model')}ForCausalLM"
+    fields: dict[str, Any] = {
+        # transformers reads in a class's module what its attention can do, and converts the weights of its own only.
+        "__module__": body.__module__,
+        "__doc__": f"{body.__name__} with a head.",
+        "body_class": body,
+        "config_class": config_class,
+        "base_model_prefix": "model",
+        "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
+    }
+    return type(name, (_WithHead, family, GenerationMixin), fields)
 
 
-def random_model(config: PreTrainedConfig, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
-    """The causal language model of a text config with random weights.
-
-    Raises ValueError where there is none.
-    """
-    if causal_model_class(type(config)) is None and not trust_remote_code and (own := text_model_classes(config)):
-        return from_config(own[0], config, **options)
-    made: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
-    return made
-
-
-_made: dict[Any, type[PreTrainedModel]] = {}
-
-
-def is_ours(model_class: type[PreTrainedModel]) -> bool:
-    """Was the class made here?"""
-    return model_class in _made.values()
+def text_body(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
+    """The text model without a head that goes with a class of text configs: registered, or beside it by its name."""
+    try:
+        registered: Any = MODEL_MAPPING.get(config_class, None)
+    # Upstream names classes that it does not have.
+    except ValueError:
+        registered = None
+    if registered is not None:
+        return registered if _decodes(registered) else None
+    try:
+        module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
+    except ImportError:
+        return None
+    beside = [item for item in vars(module).values() if getattr(item, "config_class", None) is config_class]
+    return next((item for item in beside if _decodes(item)), None)
 
 
-def language_model_class(body_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class of `body_class` and a linear head without bias: logits are the head's output, and nothing else.
-
-    The same class each time: kinds of modules are compared by it.
-    """
-    if body_class not in _made:
-        _made[body_class] = _with_head(body_class)
-    return _made[body_class]
+def _decodes(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a class is a decoder without a head: text encoders call their embeddings otherwise, or see both ways."""
+    if not model_class.__name__.endswith("TextModel"):
+        return False
+    source = inspect.getsource(model_class)
+    return "self.embed_tokens" in source and "causal" in source
 
 
-def _with_head(body_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+class _WithHead:
+    """What every class of `made_class` does; `body_class` is its text model."""
 
-    class LanguageModel(parent_class(body_class), GenerationMixin):  # type: ignore[misc]
-        _tied_weights_keys = {HEAD: "model.embed_tokens.weight"}
-        base_model_prefix = "model"
+    body_class: type[PreTrainedModel]
 
-        def __init__(self, config: PreTrainedConfig) -> None:
-            super().__init__(config)
-            self.model = body_class(config)
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-            self.post_init()
+    def __init__(self: Any, config: PreTrainedConfig) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self.model = self.body_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
 
-        def forward(
-            self,
-            input_ids: torch.Tensor | None = None,
-            attention_mask: torch.Tensor | None = None,
-            position_ids: torch.Tensor | None = None,
-            past_key_values: Any = None,
-            inputs_embeds: torch.Tensor | None = None,
-            use_cache: bool | None = None,
-            logits_to_keep: int | torch.Tensor = 0,
-            **kwargs: Any,
-        ) -> CausalLMOutputWithPast:
-            """Logits [B, T, V], or of the last `logits_to_keep` positions, or of those that it lists."""
-            out = self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                **kwargs,
-            )
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits: Any = self.lm_head(out.last_hidden_state[:, kept])
-            return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
-
-    LanguageModel.__name__ = LanguageModel.__qualname__ = f"{body_class.__name__}WithHead"
-    # transformers reads in the source of a class's module what its layers can do.
-    LanguageModel.__module__ = body_class.__module__
-    return LanguageModel
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits [B, K, V] of ids [B, T]: K is T, the last `logits_to_keep` positions, or the positions in it."""
+        if use_cache and past_key_values is None:
+            # Not every text model makes one where its whole does.
+            past_key_values = DynamicCache(config=self.config)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)

@@ -25,8 +25,7 @@ from posttrain.flops.counter import takes_logits_to_keep
 from posttrain.logprobs import CHUNK_BYTES
 from posttrain.models.configs import load_config
 from posttrain.models.gdn_packing import boundaries
-from posttrain.models.internals import layer_classes
-from posttrain.models.text_model import random_model
+from posttrain.models.internals import from_config, layer_classes
 
 MASTER, GRADIENT, ADAM = 4, 4, 8
 # Tokens of the two forwards: documents of whole chunks, which the delta rule works in.
@@ -202,7 +201,7 @@ def of_this_machine() -> float:
 def parameters_that_fit(cfg: ModelConf) -> int:
     """How many parameters the model has. Raises UserError if its fp32 weights exceed this machine's memory."""
     with torch.device("meta"):
-        model = random_model(load_config(cfg), cfg.trust_remote_code)
+        model = from_config(load_config(cfg), trust_remote_code=cfg.trust_remote_code)
     count = sum(parameter.numel() for parameter in model.parameters())
     needed, available = MASTER * count, of_this_machine()
     if needed > available:

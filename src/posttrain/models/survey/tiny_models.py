@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from posttrain.errors import UserError
 from posttrain.models.architectures import architectures, tiny
+from posttrain.models.internals import from_config
 from posttrain.models.shrink import tiny_copy
 from posttrain.models.survey.shapes import SHAPES
 from posttrain.models.survey.tables import one_line
@@ -53,7 +54,7 @@ def checkpoint(path: str) -> Builder:
     try:
         config = AutoConfig.from_pretrained(path).get_text_config(decoder=True)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = from_config(config, dtype=torch.float32)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"--path {path}: {one_line(error)}. Give a directory or a hub name.") from error
 
