@@ -25,7 +25,7 @@ from posttrain.training.policy import prepare
 
 def train(cfg: EvaluateConf, run_dir: Path) -> None:
     policy = prepare(cfg)
-    task = make_task(cfg.task, policy.tokenizer, policy.vocabulary)
+    task = make_task(cfg.task, policy.tokenizer, policy.vocabulary, cfg.reward)
     if not task.heldout:
         raise UserError(f"task={cfg.task.name} has no held-out problem to evaluate on")
     logger, main_rank = LoggerConf(name=LoggerName.none), dist.get_rank() == 0

@@ -56,7 +56,7 @@ from posttrain.training.reference import make_reference
 
 def train(cfg: GRPOConf, run_dir: Path) -> None:
     policy = prepare(cfg)
-    task = make_task(cfg.task, policy.tokenizer, policy.vocabulary)
+    task = make_task(cfg.task, policy.tokenizer, policy.vocabulary, cfg.reward)
     reference = make_reference(policy.model, cfg.algorithm.kl)
 
     with Run(cfg, run_dir, policy, task, reference) as run:

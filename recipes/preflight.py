@@ -60,7 +60,8 @@ def train(cfg: PreflightConf, run_dir: Path) -> None:
         part.lines += look_at_model(model, tokenizer)
     with report.part("task") as part:
         embedded = embedded_tokens(model) if model else None
-        task = make_task(cfg.task, tokenizer or load_tokenizer(cfg.model), embedded)
+        tokenizer_of_task = tokenizer or load_tokenizer(cfg.model)
+        task = make_task(cfg.task, tokenizer_of_task, embedded, cfg.reward)
         look_at_task(task, part)
     if task:
         with report.part("answers") as part:

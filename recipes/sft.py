@@ -34,7 +34,7 @@ from posttrain.training.policy import Policy, prepare
 
 def train(cfg: SFTConf, run_dir: Path) -> None:
     policy = prepare(cfg)
-    task = make_task(cfg.task, policy.tokenizer, policy.vocabulary)
+    task = make_task(cfg.task, policy.tokenizer, policy.vocabulary, cfg.reward)
     if policy.row_limit < math.inf:
         # Some models compute something else beyond a length: the data has it, or not.
         policy.refuse_longer_rows(max(len(answered(0, p, policy)) for p in task.train))

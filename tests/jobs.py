@@ -22,6 +22,7 @@ from ranks import on_ranks
 
 from posttrain.config import SamplerName
 from posttrain.records import Rollout
+from posttrain.rewards.scorer import Scored
 from posttrain.rollout.sampler import SAMPLERS, Local
 from posttrain.tasks import Task
 from posttrain.training.policy import Policy
@@ -179,11 +180,13 @@ def slow_packing(recipe: ModuleType) -> None:
 class SometimesUnscorable(Task):
     """Of each training group sample 0 cannot be scored, and of group 1 only one sample can."""
 
-    def score(self, problem, rollout):
-        scores = Task.score(self, problem, rollout)
+    def score(self, answered):
+        return [self._broken(*each, *scored) for each, scored in zip(answered, Task.score(self, answered), strict=True)]
+
+    def _broken(self, problem, rollout, scores, failed):
         shown = self.train[problem.index] == problem
         broken = rollout.sample == 0 or rollout.group == 1 and rollout.sample < 3
-        return scores | {"total": float("nan")} if shown and broken else scores
+        return Scored(scores | {"total": float("nan")} if shown and broken else scores, failed)
 
 
 def some_rewards_unscorable(recipe: ModuleType) -> None:

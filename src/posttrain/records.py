@@ -34,13 +34,13 @@ class Problem:
     index: int  # position in its split, so that a log can name it
     prompt: str | Messages  # as the data has it
     prompt_ids: tuple[int, ...]  # as the model sees it, with the generation header
-    answer: str | tuple[str, ...]  # several: any of them is right
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # what else the data says of it; no reward reads it yet
+    answer: str | tuple[str, ...] | None  # several: any of them is right; None: the data has none
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # the other columns of its row, for rewards
 
     @property
     def answers(self) -> tuple[str, ...]:
         """Any of them is right."""
-        return (self.answer,) if isinstance(self.answer, str) else self.answer
+        return (self.answer,) if isinstance(self.answer, str) else self.answer or ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +142,21 @@ class Group:
     rollouts: tuple[Rollout, ...] = ()
     scores: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """By reward, one a rollout, NaN where it could not be scored; "total" is their weighted sum."""
+    failed: tuple[Mapping[str, str], ...] = ()  # of each rollout, why a reward failed, by reward
 
-    def with_rollout(self, rollout: Rollout, scores: Mapping[str, float]) -> Group:
+    def with_rollout(
+        self, rollout: Rollout, scores: Mapping[str, float], failed: Mapping[str, str] | None = None
+    ) -> Group:
         """The same group and one rollout more, with scores of the names that the others have."""
         if self.rollouts and scores.keys() != self.scores.keys():
             raise ValueError(f"scores {sorted(scores)} beside {sorted(self.scores)} of the same group")
         longer = {name: (*self.scores.get(name, ()), score) for name, score in scores.items()}
-        return Group(problem=self.problem, rollouts=(*self.rollouts, rollout), scores=longer)
+        return Group(
+            problem=self.problem,
+            rollouts=(*self.rollouts, rollout),
+            scores=longer,
+            failed=(*self.failed, failed or {}),
+        )
 
     @property
     def trained_tokens(self) -> list[int]:

@@ -57,7 +57,7 @@ class Run:
         self.facts["mfu"] = self.meter.summary() if self.meter else {"available": False, "reason": "metrics=none"}
 
         main = dist.get_rank() == 0
-        self._fingerprints = fingerprints(task.train, cfg.model) if main else {}
+        self._fingerprints = fingerprints(task.train, cfg) if main else {}
         resumed = resume(cfg, run_dir, policy, reference, self._fingerprints)
         self.facts |= resumed.facts()
         self.start, self._held_out = resumed.step, resumed.evaluation

@@ -21,7 +21,7 @@ OPTIONS = [file for file in sorted(CONF.glob("*/*.yaml")) if file.parent.name no
 def leaves(tree: dict, prefix: str = "") -> dict:
     found = {}
     for key, value in tree.items():
-        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
     return found
 
 

@@ -52,6 +52,13 @@ WRONG = {
     "task.heldout=-5": "task.heldout=-5: must be 0 or more",
     "task.largest=0": "task.largest=0: must be 1 or more",
     "fsdp=hybrid_shard": "fsdp=hybrid_shard needs",
+    "reward.timeout_s=0": "reward.timeout_s=0.0: must be above 0",
+    "reward.workers=0": "reward.workers=0: must be auto, or a whole number from 1",
+    "reward.max_failed=2": "reward.max_failed=2.0: must be from 0 to 1",
+    "reward.python=[1]": "reward.python=[1]: must be path/to/file.py:function, or a list of these",
+    "reward.ngram=0": "reward.ngram=0: must be 1 or more",
+    "reward.judge.attempts=0": "reward.judge.attempts=0: must be 1 or more",
+    "reward.weights={correct:inf}": "reward.weights={correct:inf}: must be finite numbers",
 }
 
 

@@ -116,7 +116,7 @@ def test_samples_beyond_the_positions_are_refused(grpo, shallow):
         end_ids=end_token_ids(model, tokenizer),
         pad_id=tokenizer.pad_token_id,
     )
-    rewards = [task.score(asked[rollout.group], rollout)["total"] for rollout in rollouts]
+    rewards = [each.scores["total"] for each in task.score([(asked[rollout.group], rollout) for rollout in rollouts])]
     kept = [len(rollout.ids) <= limit for rollout in rollouts]
     total = 0.0
     for n in range(len(rollouts)):

@@ -1,16 +1,20 @@
 """The parts of a preflight by themselves: the report, the answers, the plan of a step."""
 
+import dataclasses
 import json
 
 import pytest
 
 from posttrain.config import FSDPConf, GRPOConf, PackingConf, PackingMode, RolloutConf
+from posttrain.config.reward import RewardConf
 from posttrain.config.task import AnswerReward, FileConf, TaskName
 from posttrain.errors import UserError
 from posttrain.flops import PassCost
 from posttrain.models.tiny import tiny_tokenizer
 from posttrain.preflight.plan import largest_step
 from posttrain.preflight.report import Report, Verdict
+from posttrain.rewards.scorer import Scorer, choose
+from posttrain.rewards.workers import Workers
 from posttrain.tasks import make_task
 from posttrain.tasks.references import score_answers
 
@@ -40,7 +44,8 @@ def test_not_one_answer_that_can_be_scored_is_refused(tmp_path):
 
 def test_a_reward_that_accepts_anything_is_shown(tmp_path):
     task, cfg = task_of(tmp_path, ["1", "2"])
-    task.rewards["correct"] = (lambda completion, answer, finished: 1.0, 1.0)
+    accepts = choose({"correct": lambda completion: 1.0}, {}, RewardConf())
+    task = dataclasses.replace(task, rewards={"jsonl": Scorer(accepts, RewardConf(), Workers(RewardConf(), 1))})
     (warning,) = score_answers(task, cfg).warnings()
     assert "right for another problem" in warning and "'2 for 1'" in warning
 

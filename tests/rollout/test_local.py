@@ -128,8 +128,8 @@ def test_the_embedded_models_are_warm_started(family):
         end_ids=end_token_ids(model, tokenizer),
         pad_id=tokenizer.pad_token_id,
     )
-    scores = [task.score(task.heldout[rollout.group], rollout) for rollout in rollouts]
-    right = sum(score["correct"] for score in scores) / len(scores)
+    scored = task.score([(task.heldout[rollout.group], rollout) for rollout in rollouts])
+    right = sum(each.scores["correct"] for each in scored) / len(scored)
     assert 0.25 <= right <= 0.5
     assert 300_000 <= model.num_parameters() <= 1_000_000 and model.dtype is torch.float32
     assert (EMBEDDED / family / "model.safetensors").stat().st_size < 2e6

@@ -82,7 +82,7 @@ def test_messages_and_labels_from_a_dataset_become_problems(tmp_path):
     task = make_task(cfg, tiny_tokenizer())
     assert [problem.answer for problem in task.train] == ["good", "bad"] and task.dropped == {"no answer": 1}
     assert task.train[0].prompt == tuple(asked)
-    assert set(task.rewards) == {"correct", "format"}
+    assert set(task.rewards["hub"].weights) == {"correct", "format"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from posttrain.config.task import AnswerReward, ArithmeticConf, FileConf, TaskNa
 from posttrain.errors import UserError
 from posttrain.models.tiny import tiny_tokenizer
 from posttrain.records import Problem, Rollout
-from posttrain.tasks import Row, batch, further, make_task, rewards
+from posttrain.rewards import text as rewards
+from posttrain.tasks import Row, batch, further, make_task
 
 TOKENIZER = tiny_tokenizer()
 ROWS = [{"question": f"What is {n}+{n}?", "answer": f"{n}+{n} is {2 * n}.\n#### {2 * n}"} for n in range(10)]
@@ -36,7 +37,11 @@ def score(task, text, answer, finished=True):
         finish_reason="stop" if finished else "length",
         group=0,
     )
-    return task.score(Problem(task="arithmetic", index=0, prompt="", prompt_ids=(1,), answer=answer), rollout)
+    (name,) = task.rewards
+    problem = Problem(task=name, index=0, prompt="", prompt_ids=(1,), answer=answer)
+    ((scores, failed),) = task.score([(problem, rollout)])
+    assert failed == {}
+    return scores
 
 
 def write(path, rows):
@@ -190,7 +195,7 @@ def test_rewards_of_any_name_weigh_one(monkeypatch):
     own = tasks.Data([Row("?", "4")], [], brought)
     monkeypatch.setitem(tasks.TASKS, "arithmetic", lambda cfg: own)
     task = arithmetic(reward_correct=0.5)
-    assert {name: weight for name, (_, weight) in task.rewards.items()} == {"correct": 0.5, "short": 1.0}
+    assert task.rewards["arithmetic"].weights == {"correct": 0.5, "short": 1.0}
     assert score(task, "4", "4") == {"correct": 1.0, "short": 1.0, "total": 1.5}
 
 

@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from posttrain.config import Architecture, ModelConf
+from posttrain.config import Architecture, JobConf, ModelConf
+from posttrain.config.reward import RewardConf
 from posttrain.models.configs import weights_path
 from posttrain.records import Problem
 from posttrain.training.fingerprints import differences, fingerprints
@@ -29,30 +30,43 @@ OTHERS = {
 
 
 def test_nothing_has_changed(model):
-    first = fingerprints(PROBLEMS, model)
-    assert differences(first, fingerprints(PROBLEMS, model)) == []
+    first = fingerprints(PROBLEMS, JobConf(model=model))
+    assert differences(first, fingerprints(PROBLEMS, JobConf(model=model))) == []
     assert differences({}, first) == []
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_problems(model, kind):
-    (said,) = differences(fingerprints(PROBLEMS, model), fingerprints(OTHERS[kind], model))
+    (said,) = differences(
+        fingerprints(PROBLEMS, JobConf(model=model)), fingerprints(OTHERS[kind], JobConf(model=model))
+    )
     assert said.startswith("the problems are not those that the run has read so far (3 problems, SHA-256 ")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_other_model_files(model, name, tmp_path):
-    before, path = fingerprints(PROBLEMS, model), tmp_path / "model" / name
+    before, path = fingerprints(PROBLEMS, JobConf(model=model)), tmp_path / "model" / name
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    (said,) = differences(before, fingerprints(PROBLEMS, model))
+    (said,) = differences(before, fingerprints(PROBLEMS, JobConf(model=model)))
     assert said.startswith("the model files are not those")
 
 
 def test_the_end_of_a_long_file_counts(model, tmp_path):
     path = tmp_path / "model" / "model.safetensors"
     path.write_bytes(bytes(5 * 2**20))
-    before = fingerprints([], model)
+    before = fingerprints([], JobConf(model=model))
     path.write_bytes(bytes(5 * 2**20 - 1) + b"\1")
-    assert len(differences(before, fingerprints([], model))) == 1
+    assert len(differences(before, fingerprints([], JobConf(model=model)))) == 1
+
+
+def test_another_reward(model, tmp_path):
+    place = tmp_path / "mine.py"
+    place.write_text("def score(completion): return 1")
+    job = JobConf(model=model, reward=RewardConf(python=f"{place}:score"))
+    before = fingerprints(PROBLEMS, job)
+    assert differences(before, fingerprints(PROBLEMS, job)) == []
+    place.write_text("def score(completion): return 2")
+    (said,) = differences(before, fingerprints(PROBLEMS, job))
+    assert said.startswith("the rewards are not those that the run has read so far (mine.py, SHA-256 ")

@@ -28,6 +28,7 @@ from posttrain.command.order import without_secrets
 from posttrain.command.output import make_best_effort
 from posttrain.command.renamed import renamed
 from posttrain.command.run_directory import claim
+from posttrain.command.shorthand import spelled_out
 from posttrain.config import RECIPES, JobConf, PreflightConf
 from posttrain.config.algorithm_rules import idle
 from posttrain.config.rules import problems
@@ -58,7 +59,9 @@ def _read_command_line(recipe: Path, run_job: Callable[[DictConfig], int]) -> in
     """Let Hydra call `run_job` for every job; the exit status, after saying why it is not 0."""
     conf = recipe.parents[1] / "conf"
     try:
-        sys.argv[1:] = renamed(sys.argv[1:], {each.name for each in dataclasses.fields(RECIPES[recipe.stem])})
+        sys.argv[1:] = renamed(
+            spelled_out(sys.argv[1:]), {each.name for each in dataclasses.fields(RECIPES[recipe.stem])}
+        )
     except UserError as error:
         return complain(error, recipe.stem, debug=False)
     if recipe.stem == "preflight":
@@ -186,6 +189,8 @@ def _checked(recipe: str, cfg: DictConfig, world: int) -> tuple[JobConf, dict[st
     for group, key in (("model", "path"), ("task", "path"), ("task", "eval_path")):
         if key in values[group]:
             values[group][key] = _absolute(values[group][key])
+    values["reward"]["python"] = _absolute_places(values["reward"]["python"])
+    values["reward"]["schema"] = _absolute(values["reward"]["schema"])
     if values.get("resume", "auto") != "auto":
         values["resume"] = _absolute(values["resume"])
     job = typed(recipe, values)
@@ -195,6 +200,16 @@ def _checked(recipe: str, cfg: DictConfig, world: int) -> tuple[JobConf, dict[st
     for note in idle(job):
         print(f"note: {note}", file=sys.stderr)
     return job, values
+
+
+def _absolute_places(places: Any) -> Any:
+    """Of path/to/file.py:function, or of each in a list, the path as `_absolute` has it."""
+    if isinstance(places, list):
+        return [_absolute_places(each) for each in places]
+    if not isinstance(places, str):
+        return places
+    file, colon, function = places.rpartition(":")
+    return f"{_absolute(file)}{colon}{function}"
 
 
 def _absolute(path: Any) -> Any:

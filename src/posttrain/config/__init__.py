@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from posttrain.config.algorithm import AlgorithmConf
+from posttrain.config.reward import RewardConf
 from posttrain.config.task import MISSING, TaskConf
 
 
@@ -164,6 +165,7 @@ class JobConf:
 
     model: ModelConf = field(default_factory=ModelConf)
     task: TaskConf = field(default_factory=TaskConf)
+    reward: RewardConf = field(default_factory=RewardConf)
     rollout: SamplingConf = field(default_factory=SamplingConf)
     launch: LaunchConf = field(default_factory=LaunchConf)
     evaluation: EvaluationConf = field(default_factory=EvaluationConf)

@@ -10,6 +10,7 @@ from typing import Any
 from posttrain.config import Architecture, GRPOConf, JobConf, SFTConf, Strategy, TrainingConf, hybrid_shard_size
 from posttrain.config.algorithm import Baseline
 from posttrain.config.algorithm_rules import algorithm_rules, least, surrogate_rules
+from posttrain.config.reward_rules import reward_rules
 from posttrain.config.task import ArithmeticConf, TableConf
 
 
@@ -59,6 +60,7 @@ def _common(cfg: JobConf) -> list[tuple[bool, str]]:
         _auto_or_count("launch.threads", launch.threads),
         (launch.timeout_s > 0, f"launch.timeout_s={launch.timeout_s}: must be above 0"),
         least("launch.grace_s", launch.grace_s, 0),
+        *reward_rules(cfg),
     ]
 
 

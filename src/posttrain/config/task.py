@@ -50,7 +50,8 @@ class TableConf(TaskConf):
 
     heldout: int = 64  # rows at the end that training never shows, where no others are named
     prompt_column: str = "prompt"  # column of the prompts, text or chat messages; a.b: field b of column a
-    answer_column: str = "answer"  # column of the answers; a list means any of; a.b: field b of column a
+    answer_column: str | None = "answer"  # column of the answers; a list means any of; a.b as above; null: none
+    columns: list[str] | None = None  # others that rewards are told of; null: all, but for pictures, sound and films
     answer_reward: AnswerReward = AnswerReward.exact  # when a completion is right
 
 

@@ -34,6 +34,7 @@ OF_OTHER_TRAINERS = {  # what is meant here: the names it has there
 ELSEWHERE = {name: here for here, names in OF_OTHER_TRAINERS.items() for name in names.split()}
 RENAMED = {"loss": "algorithm"}  # groups of version 0.1
 RENAMED_KEYS = {"checkpoint.keep": "checkpoint.keep_last"}
+OPEN = {"reward.weights"}  # whose keys are the user's
 
 
 def typed(recipe: str, values: dict[str, Any]) -> JobConf:
@@ -122,4 +123,5 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _leaves(tree: dict[str, Any]) -> set[str]:
     """Dotted keys of the leaves of nested dicts."""
-    return set(_flat(tree))
+    flat = _flat(tree)
+    return {next((key for key in OPEN if leaf.startswith(f"{key}.")), leaf) for leaf in flat}

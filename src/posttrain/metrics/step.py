@@ -143,10 +143,13 @@ def reward_metrics(groups: Sequence[Group], rewards_PG: torch.Tensor) -> dict[st
         "frac_reward_zero_std": (~informative(rewards_PG) & ~spread_P.isnan()).float().mean().item(),
         "frac_reward_unscorable": rewards_PG.isnan().float().mean().item(),
     }
-    for name in groups[0].scores.keys() - {"total"}:
-        values = torch.tensor([score for group in groups for score in group.scores[name]])
+    names = dict.fromkeys(name for group in groups for name in group.scores if name != "total")
+    for name in names:
+        values = torch.tensor([score for group in groups for score in group.scores.get(name, ())])
         metrics[f"rewards/{name}/mean"] = values.nanmean().item()
         metrics[f"rewards/{name}/std"] = _spread(values.tolist())
+    reasons = [why.partition(":")[0] for group in groups for failed in group.failed for why in failed.values()]
+    metrics |= {f"reward_failures/{reason}": reasons.count(reason) for reason in dict.fromkeys(reasons)}
     return metrics
 
 

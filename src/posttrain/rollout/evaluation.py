@@ -33,12 +33,15 @@ def evaluate(policy: Policy, task: Task, cfg: JobConf) -> dict[str, float]:
             end_ids=policy.end_ids,
             pad_id=policy.pad_id,
         )
-    scores = from_all_ranks([task.score(problems[r.group], r) for r in rollouts])
-    if not scores:
+    scored = from_all_ranks(task.score([(problems[r.group], r) for r in rollouts]))
+    if not scored:
         return {}
-    table = torch.tensor([list(score.values()) for score in scores], dtype=torch.float64)
-    means = dict(zip(scores[0], table.nanmean(0).tolist(), strict=True))
+    names = dict.fromkeys(name for each in scored for name in each.scores)
+    means = {
+        name: torch.tensor([each.scores.get(name, math.nan) for each in scored], dtype=torch.float64).nanmean().item()
+        for name in names
+    }
     named = {f"eval/rewards/{name}": value for name, value in means.items() if name != "total"}
-    found = {"eval/reward": means["total"], **named, "eval/prompts": len(scores)}
+    found = {"eval/reward": means["total"], **named, "eval/prompts": len(scored)}
     # Where nothing could be scored there is no mean.
     return {name: value for name, value in found.items() if not math.isnan(value)}

@@ -6,7 +6,6 @@ import random
 
 from posttrain.config.task import ArithmeticConf
 from posttrain.errors import UserError
-from posttrain.tasks import rewards
 from posttrain.tasks.task import Data, Row
 
 
@@ -17,5 +16,5 @@ def arithmetic(cfg: ArithmeticConf) -> Data:
     random.Random(cfg.seed).shuffle(rows)
     if cfg.heldout >= len(rows):
         raise UserError(f"task.heldout={cfg.heldout} leaves no training problem of {len(rows)}; lower it")
-    scorers = {"correct": rewards.exact, "format": rewards.integer_format}
+    scorers = {"correct": "exact", "format": "integer_format"}
     return Data(rows[cfg.heldout :], rows[: cfg.heldout], scorers)

@@ -32,22 +32,39 @@ def rows(records: Iterable[Record], source: str, cfg: TableConf, names: Sequence
     found = []
     for place, columns in records:
         where = f"{source} {place}"
-        values = []
-        for option, column in (("prompt_column", cfg.prompt_column), ("answer_column", cfg.answer_column)):
+        values = {}
+        for option, column in _wanted(cfg):
             try:
-                values.append(lookup(columns, column))
+                values[column] = lookup(columns, column)
             except LookupError as error:
                 # Names may hold line breaks.
                 has = ", ".join(name if name.isprintable() else repr(name) for name in names or columns)
                 raise UserError(f"{where} has no column {column!r}; it has {has}. Set task.{option}.") from error
         column = cfg.prompt_column
         try:
-            asked = prompt(values[0])
-            column = cfg.answer_column
-            found.append(Row(asked, answer(values[1]), where))
+            asked = prompt(values[column])
+            right = None
+            if cfg.answer_column is not None:
+                column = cfg.answer_column
+                right = answer(values[column])
         except Unusable as error:
             raise UserError(f"{where}, column {column}: {error}") from error
+        others = columns if cfg.columns is None else {name: values[name] for name in cfg.columns}
+        told = {name: value for name, value in others.items() if name not in (cfg.prompt_column, cfg.answer_column)}
+        found.append(Row(asked, right, where, told))
     return found
+
+
+def _wanted(cfg: TableConf) -> list[tuple[str, str]]:
+    """Each column that a row must have, and the option that names it."""
+    answers = [("answer_column", cfg.answer_column)] if cfg.answer_column is not None else []
+    return [("prompt_column", cfg.prompt_column), *answers, *(("columns", name) for name in cfg.columns or ())]
+
+
+def outer(cfg: TableConf, names: Sequence[str]) -> set[str]:
+    """Those of the columns `names` that hold what the options ask for, by their own name or as a.b's a."""
+    wanted = [column for _, column in _wanted(cfg)]
+    return {*wanted, *(column.partition(".")[0] for column in wanted)} & set(names)
 
 
 def lookup(columns: dict[str, Any], name: str) -> Any:

@@ -6,23 +6,14 @@ import glob
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.task import AnswerReward, FileConf, TableConf
+from posttrain.config.task import FileConf, TableConf
 from posttrain.errors import UserError
-from posttrain.tasks import columns, rewards
+from posttrain.tasks import columns
 from posttrain.tasks.formats import READERS, Unreadable, read
 from posttrain.tasks.task import Row
 
 ENDINGS = ", ".join(READERS)
 SAVED = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk of `datasets` leaves
-
-
-def answer_reward(cfg: TableConf) -> rewards.Reward:
-    """The reward that `task.answer_reward` names."""
-    return {
-        AnswerReward.exact: rewards.exact,
-        AnswerReward.numeric: rewards.numeric,
-        AnswerReward.math: rewards.math,
-    }[cfg.answer_reward]
 
 
 def split(cfg: FileConf) -> tuple[list[Row], list[Row]]:

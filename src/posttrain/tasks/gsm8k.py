@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from posttrain.config.task import FileConf
 from posttrain.errors import UserError
-from posttrain.tasks import files, hub, rewards
+from posttrain.tasks import files, hub
 from posttrain.tasks.task import Data
 
 
 def gsm8k(cfg: FileConf) -> Data:
     """openai/gsm8k from the hub through `datasets`, or local files of the same columns."""
-    scorers = {"correct": files.answer_reward(cfg), "format": rewards.marked_format}
+    scorers = {"correct": cfg.answer_reward.value, "format": "marked_format"}
     if files.is_local(cfg.path):
         return Data(*files.split(cfg), scorers)
     if cfg.eval_path is not None:

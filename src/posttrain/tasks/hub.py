@@ -7,9 +7,11 @@ from typing import Any
 
 from posttrain.config.task import HubConf, TableConf
 from posttrain.errors import UserError
-from posttrain.tasks import columns, files, rewards
+from posttrain.tasks import columns, files
 from posttrain.tasks.formats import Unreadable, from_table
 from posttrain.tasks.task import Data, Row
+
+MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti")  # features of `datasets` whose values are files
 
 
 def hub(cfg: HubConf) -> Data:
@@ -22,7 +24,7 @@ def hub(cfg: HubConf) -> Data:
     else:
         loaded = load(cfg.path, cfg.eval_split, cfg.config, cfg.revision, "eval_split")
         heldout = rows(loaded, f"task.path={cfg.path} split {cfg.eval_split}", cfg)
-    return Data(train, heldout, {"correct": files.answer_reward(cfg), "format": rewards.finished_format})
+    return Data(train, heldout, {"correct": cfg.answer_reward.value, "format": "finished"})
 
 
 def load(path: str, split: str, config: str | None, revision: str | None = None, option: str = "split") -> Any:
@@ -50,10 +52,11 @@ def load(path: str, split: str, config: str | None, revision: str | None = None,
 def rows(loaded: Any, source: str, cfg: TableConf) -> list[Row]:
     """Prompts and answers of a Dataset. Raises UserError for a split without rows, and as `columns.rows` does."""
     names = loaded.column_names
-    outer = {column for column in (cfg.prompt_column, cfg.answer_column) if column in names}
-    outer |= {cfg.prompt_column.partition(".")[0], cfg.answer_column.partition(".")[0]} & set(names)
-    # Other columns may hold pictures, or gigabytes.
-    chosen = loaded.select_columns(sorted(outer)) if outer else loaded
+    needed = columns.outer(cfg, names)
+    if cfg.columns is None:
+        # Pictures are no part of a prompt here, and would be gigabytes.
+        needed |= {name for name, kind in loaded.features.items() if type(kind).__name__ not in MEDIA}
+    chosen = loaded.select_columns(sorted(needed))
     try:
         records = from_table(chosen.with_format("arrow")[:])
     except Unreadable as error:

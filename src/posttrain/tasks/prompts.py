@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config.task import SystemRole, TaskConf
+from posttrain.config.task import SystemRole, TableConf, TaskConf
 from posttrain.errors import UserError
 from posttrain.models.chat import Turns
 from posttrain.records import Problem
@@ -17,15 +17,19 @@ from posttrain.tasks.templates import SYSTEM, Template, encode, written
 TOO_LONG = "longer than task.max_prompt_tokens"
 
 
-def lacking(row: Row) -> str:
-    """Why nothing can be asked or scored; "" where it can."""
+def lacking(row: Row, cfg: TaskConf) -> str:
+    """Why nothing can be asked or scored; "" where it can. Rewards of one's own may need no answer."""
     last = row.prompt[-1]["content"] if isinstance(row.prompt, tuple) and row.prompt else row.prompt
-    if row.prompt is None or row.answer is None:
+    if row.prompt is None or (row.answer is None and needs_answers(cfg)):
         return "no prompt" if row.prompt is None else "no answer"
     if not str(last or "").strip():
         return "empty prompt"
     blank = isinstance(row.answer, str) and not row.answer.strip()
     return "empty answer" if blank else ""
+
+
+def needs_answers(cfg: TaskConf) -> bool:
+    return not (isinstance(cfg, TableConf) and cfg.answer_column is None)
 
 
 def problems(
@@ -36,8 +40,8 @@ def problems(
     Prompts go through the tokenizer in one call. A problem's index is its row's place. Raises UserError, with the place
     of the row, where messages and template do not fit.
     """
-    reasons = Counter(reason for row in rows if (reason := lacking(row)))
-    asked = [(index, row) for index, row in enumerate(rows) if not lacking(row)]
+    reasons = Counter(reason for row in rows if (reason := lacking(row, cfg)))
+    asked = [(index, row) for index, row in enumerate(rows) if not lacking(row, cfg)]
     texts = [written(conversation(row, cfg, tokenizer)[0], tokenizer, row.place) for _, row in asked]
     most = most_characters(cfg, tokenizer)
     kept = [(index, row, text) for (index, row), text in zip(asked, texts, strict=True) if len(text) <= most]
@@ -48,10 +52,17 @@ def problems(
     ids_of_all = encode([text for _, _, text in kept], tokenizer, template.appended)
     for (index, row, _), ids in zip(kept, ids_of_all, strict=True):
         # `lacking` leaves none of these.
-        assert row.prompt is not None and row.answer is not None
+        assert row.prompt is not None
         if 0 < len(ids) <= cfg.max_prompt_tokens:
             found.append(
-                Problem(task=cfg.name.value, index=index, prompt=row.prompt, prompt_ids=ids, answer=row.answer)
+                Problem(
+                    task=cfg.name.value,
+                    index=index,
+                    prompt=row.prompt,
+                    prompt_ids=ids,
+                    answer=row.answer,
+                    metadata=row.columns,
+                )
             )
         else:
             reasons[TOO_LONG if ids else "empty prompt"] += 1

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.records import Messages, Problem, Rollout
-from posttrain.tasks.rewards import Reward
+from posttrain.rewards.calling import Sample
+from posttrain.rewards.scorer import Scored, Scorer, Source
 from posttrain.tasks.templates import Template
 
 
@@ -21,6 +22,7 @@ class Row(NamedTuple):
     prompt: str | Messages | None  # None: there is none
     answer: str | tuple[str, ...] | None  # several: any of them is right; None: there is none
     place: str = ""  # where it stands, such as "task.path=a.jsonl line 17"
+    columns: Mapping[str, Any] = {}  # what else the row has, for rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Data:
 
     train: list[Row]
     heldout: list[Row]
-    rewards: Mapping[str, Reward]
+    rewards: Mapping[str, Source]  # a name of rewards/kinds.py, or a function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,26 +40,54 @@ class Task:
 
     train: Sequence[Problem]
     heldout: Sequence[Problem]
-    rewards: dict[str, tuple[Reward, float]]  # name -> (function, weight)
+    rewards: Mapping[str, Scorer]  # by the task's name that stands in a problem
     dropped: Mapping[str, int]  # rows left out, by reason, such as {"no answer": 3}
     template: Template
     tokenizer: PreTrainedTokenizerBase
 
-    def score(self, problem: Problem, rollout: Rollout) -> dict[str, float]:
-        """Each reward of one rollout, unweighted, and "total", their weighted sum. NaN: could not be scored.
+    @property
+    def max_failed(self) -> float:
+        """The largest share of a step's rewards that may fail."""
+        return min(scorer.cfg.max_failed for scorer in self.rewards.values())
 
-        Of several answers the one counts that gives the best score.
+    def score(self, answered: Sequence[tuple[Problem, Rollout]]) -> list[Scored]:
+        """What each rollout gets. Those of a group stand side by side.
+
+        Raises UserError for a reward that cannot be made, RuntimeError as `reward.on_error` says.
         """
+        found: dict[int, Scored] = {}
+        places = list(enumerate(answered))
+        for name, scorer in self.rewards.items():
+            mine = [(place, each) for place, each in places if each[0].task == name]
+            groups = [list(group) for _, group in itertools.groupby(mine, key=lambda entry: entry[1][1].group)]
+            scored = scorer.score([[self.sample(*each) for _, each in group] for group in groups])
+            for group, of_group in zip(groups, scored, strict=True):
+                found |= {place: one for (place, _), one in zip(group, of_group, strict=True)}
+        return [found[place] for place, _ in places]
+
+    def sample(self, problem: Problem, rollout: Rollout) -> Sample:
+        """What rewards are told of a rollout."""
         text = self.tokenizer.decode(list(rollout.written), skip_special_tokens=True)
         # A list of texts comes only from a list of sequences.
         assert isinstance(text, str)
-        scores, total = {}, 0.0
-        for name, (reward, weight) in self.rewards.items():
-            values = [reward(text, answer, rollout.finished) for answer in problem.answers]
-            value = max((each for each in values if each is not None), default=None)
-            scores[name] = math.nan if value is None else value
-            total += weight * scores[name] if weight else 0.0
-        return {**scores, "total": total}
+        return _sample(problem, text, rollout.written, rollout.finished)
+
+    def sample_of(self, problem: Problem, text: str) -> Sample:
+        """What rewards would be told of a completion of this text, whose turn has ended."""
+        return _sample(problem, text, self.tokenizer(text, add_special_tokens=False)["input_ids"], True)
+
+
+def _sample(problem: Problem, completion: str, completion_ids: Sequence[int], finished: bool) -> Sample:
+    return Sample(
+        prompt=problem.prompt,
+        completion=completion,
+        answer=problem.answer,
+        finished=finished,
+        prompt_ids=problem.prompt_ids,
+        completion_ids=completion_ids,
+        task=problem.task,
+        row=problem.metadata,
+    )
 
 
 def batch(problems: Sequence[Problem], count: int, step: int, seed: int) -> list[Problem]:

@@ -8,7 +8,8 @@ from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from posttrain.config import ModelConf
+from posttrain.config import JobConf, ModelConf
+from posttrain.config.reward import RewardConf
 from posttrain.models.configs import weights_path
 from posttrain.records import Problem
 
@@ -17,9 +18,10 @@ ENDS = 2**20
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 
-def fingerprints(problems: Iterable[Problem], cfg: ModelConf) -> dict[str, str]:
-    """Of the training problems as the model sees them, and of the model's files."""
-    return {"problems": _of_problems(problems), "model files": _of_model(cfg)}
+def fingerprints(problems: Iterable[Problem], cfg: JobConf) -> dict[str, str]:
+    """Of the training problems as the model sees them, of the model's files, and of the user's rewards."""
+    found = {"problems": _of_problems(problems), "model files": _of_model(cfg.model)}
+    return found | ({"rewards": _of_rewards(cfg.reward)} if cfg.reward.python else {})
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -38,6 +40,13 @@ def _of_problems(problems: Iterable[Problem]) -> str:
         digest.update(json.dumps(problem.answer, default=str).encode())
         count += 1
     return f"{count:,} problems, SHA-256 {digest.hexdigest()[:12]}"
+
+
+def _of_rewards(cfg: RewardConf) -> str:
+    places = [cfg.python] if isinstance(cfg.python, str) else cfg.python
+    files = sorted({place.rpartition(":")[0] for place in places})
+    digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files))
+    return f"{', '.join(Path(file).name for file in files)}, SHA-256 {digest.hexdigest()[:12]}"
 
 
 def _of_model(cfg: ModelConf) -> str:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.errors import UserError
-from posttrain.tasks import math_judge, numbers, rewards
+from posttrain.rewards import math_judge, numbers
+from posttrain.rewards import text as rewards
 
 # (completion, answer, score); None: the answer cannot be scored.
 NUMERIC = [
@@ -169,7 +170,7 @@ def test_in_a_thread():
 
 
 def test_the_library_is_not_imported_before_it_is_asked():
-    code = "import sys, posttrain.tasks as t; t.jsonl; from posttrain.tasks import rewards as r\n"
+    code = "import sys, posttrain.tasks as t; t.jsonl; from posttrain.rewards import text as r\n"
     code += "assert r.numeric('1', '1', True) == r.math('1', '1', True) == 1\n"
     code += (
         "assert r.JUDGE._child is None and not any(m.startswith(('math_verify', 'latex2sympy')) for m in sys.modules)"
@@ -178,7 +179,7 @@ def test_the_library_is_not_imported_before_it_is_asked():
 
 
 def test_the_process_ends_with_the_run():
-    code = "from posttrain.tasks import rewards as r; r.math('x', 'x+1', True); print(r.JUDGE._child.pid)"
+    code = "from posttrain.rewards import text as r; r.math('x', 'x+1', True); print(r.JUDGE._child.pid)"
     child = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
     until = time.perf_counter() + 20
     while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:

@@ -1,7 +1,8 @@
-"""Rewards: pure functions of a completion's text. Each returns a number in [0, 1], or None where it cannot score.
+"""Rewards that are pure functions of a completion's text. Each returns a number, or None where it cannot score.
 
-A reward is `(completion: str, answer: str, finished: bool) -> float | None`; `finished` says that the model ended
-its turn by itself. None leaves the completion out of its group's statistics and out of the loss; it is not 0.
+Most are `(completion: str, answer: str, finished: bool) -> float | None`, from 0 to 1; `finished` says that the model
+ended its turn by itself. None leaves the completion out of its group's statistics and out of the loss; it is not 0.
+Penalties are from -1 to 0.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from posttrain.tasks import numbers
-from posttrain.tasks.math_judge import JUDGE
+from posttrain.rewards import numbers
+from posttrain.rewards.math_judge import JUDGE
 
 Reward = Callable[[str, str, bool], float | None]
 
@@ -85,3 +86,33 @@ def marked_format(completion: str, answer: str, finished: bool) -> float:
 def finished_format(completion: str, answer: str, finished: bool) -> float:
     """1 if the model ended its turn within the budget."""
     return float(finished)
+
+
+def boxed_format(completion: str, finished: bool) -> float:
+    """1 if the turn was ended and has an answer in \\boxed{}."""
+    return float(finished and bool((numbers.in_box(completion[-numbers.LONGEST :]) or "").strip()))
+
+
+def length(completions: list[str], completions_ids: list[list[int]]) -> list[float]:
+    """Of a group, from 0 for its shortest completion to -1 for its longest, in tokens; 0 where all are as long.
+
+    The part of Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3) that does not depend on the answer, moved
+    from [-0.5, 0.5] to [-1, 0]: advantages do not see the shift.
+    """
+    lengths = [len(ids) for ids in completions_ids]
+    shortest, room = min(lengths), max(lengths) - min(lengths)
+    return [(shortest - each) / room if room else 0.0 for each in lengths]
+
+
+def repetition(ngram: int) -> Callable[[str], float]:
+    """From 0, where no run of `ngram` words comes twice, down to -1: the share of runs that came before.
+
+    The penalty of Yeo et al. (arXiv:2502.03373, appendix B), averaged over the completion.
+    """
+
+    def penalty(completion: str) -> float:
+        words = completion.lower().split()
+        runs = [tuple(words[n : n + ngram]) for n in range(len(words) - ngram + 1)]
+        return len(set(runs)) / len(runs) - 1.0 if runs else 0.0
+
+    return penalty

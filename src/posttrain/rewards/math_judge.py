@@ -78,6 +78,10 @@ class Judge:
                 )
         return self._child
 
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid if self._child is not None else None
+
     def close(self) -> None:
         if self._child is not None:
             self._child.kill()
