@@ -36,11 +36,9 @@ def evaluate(policy: Policy, task: Task, cfg: JobConf) -> dict[str, float]:
     scored = from_all_ranks(task.score([(problems[r.group], r) for r in rollouts]))
     if not scored:
         return {}
-    names = dict.fromkeys(name for each in scored for name in each.scores)
-    means = {
-        name: torch.tensor([each.scores.get(name, math.nan) for each in scored], dtype=torch.float64).nanmean().item()
-        for name in names
-    }
+    names = list(dict.fromkeys(name for each in scored for name in each.scores))
+    table = torch.tensor([[each.scores.get(name, math.nan) for name in names] for each in scored], dtype=torch.float64)
+    means = dict(zip(names, table.nanmean(0).tolist(), strict=True))
     named = {f"eval/rewards/{name}": value for name, value in means.items() if name != "total"}
     found = {"eval/reward": means["total"], **named, "eval/prompts": len(scored)}
     # Where nothing could be scored there is no mean.
