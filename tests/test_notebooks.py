@@ -21,7 +21,7 @@ PICTURES = {
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sweep") / "sweep"
-    jobs = ["-m", "fsdp=full_shard,no_shard", "launch.nproc=2", "steps=3", "packing.verify=false"]
+    jobs = ["-m", "fsdp=full_shard,no_shard", "launch.nproc=1", "steps=3", "packing.verify=false"]
     process = command("grpo", *SMALL, *jobs, f"hydra.sweep.dir={directory}")
     assert process.returncode == 0, process.stdout
     config = next(directory.glob("*no_shard*/config.yaml")).read_text()

@@ -22,9 +22,14 @@ def run(tmp_path, *overrides, **environment):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        ([f"model.path={EMBEDDED}/qwen3_dense"], "holds a 'qwen3' model.*Type model=qwen3_dense instead"),
-        (["resume=nowhere"], "resume=nowhere: no checkpoint there"),
         (["task=jsonl", "task.path=nowhere.jsonl"], "task.path=nowhere.jsonl cannot be read"),
+        # What loading and resuming refuse has tests of its own without ranks.
+        pytest.param(
+            [f"model.path={EMBEDDED}/qwen3_dense"],
+            "holds a 'qwen3' model.*Type model=qwen3_dense instead",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["resume=nowhere"], "resume=nowhere: no checkpoint there", marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_that_a_rank_finds(tmp_path, overrides, message):
@@ -37,6 +42,7 @@ def test_a_mistake_that_a_rank_finds(tmp_path, overrides, message):
     assert summary["status"] == "failed" and re.search(message, summary["error"])
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_no_problem_is_refused(tmp_path):
     process = command("evaluate", "task.heldout=0", f"hydra.run.dir={tmp_path / 'run'}")
     assert process.returncode == 2
@@ -133,7 +139,7 @@ def test_wandb_without_a_key_or_a_server_stops_nothing(tmp_path):
     "phase, overrides",
     [
         ("rollout", ["rollout.temperature=20", "rollout.max_new_tokens=2000", "prompts_per_step=128"]),
-        ("backward", ["algorithm.updates_per_rollout=200", "prompts_per_step=16"]),
+        pytest.param("backward", ["algorithm.updates_per_rollout=200", "prompts_per_step=16"], marks=pytest.mark.slow),
     ],
 )
 def test_ctrl_c(tmp_path, phase, overrides):
