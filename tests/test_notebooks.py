@@ -12,7 +12,7 @@ from posttrain.command.launch import close_run
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PICTURES = {
-    "algorithms": {"algorithms"},
+    "algorithms": {"algorithms", "held_out"},
     "mfu_curves": {"mfu_curves", "phases"},
     "sharding_sweep": {"sharding_sweep", "sharding_loss"},
 }

@@ -20,16 +20,17 @@ import torch
 import torch.distributed as dist
 
 from posttrain import packing, preemption
-from posttrain.config import GRPOConf, SFTConf, TrainingConf
+from posttrain.config import GRPOConf, TrainingConf
 from posttrain.facts import known_facts, meter
 from posttrain.metrics.first_step import look_at_first_step
 from posttrain.metrics.step import performance_metrics, timed
 from posttrain.preemption import Preempted
 from posttrain.records import Group, MiniBatch
 from posttrain.rollout.evaluation import evaluate
+from posttrain.rollout.held_out import HeldOut, check_metric
 from posttrain.tasks import Task
 from posttrain.tracking import whereabouts
-from posttrain.tracking.files import is_finished
+from posttrain.tracking.files import history, is_finished
 from posttrain.tracking.tracker import Tracker
 from posttrain.training import optim
 from posttrain.training.export import export
@@ -60,12 +61,14 @@ class Run:
         self._fingerprints = fingerprints(task.train, cfg) if main else {}
         resumed = resume(cfg, run_dir, policy, reference, self._fingerprints)
         self.facts |= resumed.facts()
-        self.start, self._held_out = resumed.step, resumed.evaluation
-        self._saver = Saver(run_dir, cfg.checkpoint, cfg.launch.timeout_s)
+        self.start = resumed.step
+        check_metric(cfg, task)
+        judged = history(run_dir, cfg.evaluation.metric, self.start) if main and cfg.resume == "auto" else []
+        self.held_out = HeldOut(cfg, resumed.evaluation, self.start, from_all_ranks(judged))
+        self._saver = Saver(run_dir, cfg.checkpoint, cfg.evaluation.metric, cfg.launch.timeout_s)
         self.step = self.steps_done = self.start
         self.skipped = 0  # optimizer steps in a row
         # The number of steps after which it was.
-        self._evaluated = self.start if self._held_out else None
         self._saved = self.start if self.start else None
         self._generators: dict[str, Any] | None = None
         self._updated = False  # in this step
@@ -104,7 +107,7 @@ class Run:
         if self.done:
             return
         self.step = self.start - 1
-        if self.start and self.due(self.cfg.evaluation.every) and self._evaluated is None:
+        if self.start and self.due(self.cfg.evaluation.every) and not self.held_out.is_of(self.start):
             # The run that is resumed ended between this step and its evaluation.
             self.evaluate()
         while not self._over():
@@ -119,10 +122,8 @@ class Run:
             yield self.step
 
     def _over(self) -> bool:
-        """Is the last step done, or an evaluation as good as `stop_at` asks for?"""
-        goal = self.cfg.stop_at if isinstance(self.cfg, SFTConf) else None
-        reached = goal is not None and self._held_out.get("eval/rewards/correct", -1.0) >= goal
-        return self.steps_done >= self.cfg.steps or reached
+        """Is the last step done, or do the evaluations say that more are of no use?"""
+        return self.steps_done >= self.cfg.steps or self.held_out.end is not None
 
     def _agree_to_go_on(self) -> None:
         """A collective: raises Preempted on all ranks if one of them was asked to make room."""
@@ -181,7 +182,8 @@ class Run:
         if self.meter:
             found |= self.meter.metrics(self.seconds)
         self._tracker.log(self.step + 1, found)
-        self.steps_done, self._generators, self._held_out = self.step + 1, None, {}
+        self.steps_done, self._generators = self.step + 1, None
+        self.held_out.begin_step()
         self._cold = False
         if self.step == self.start:
             warnings = look_at_first_step(found, self.policy, self.cfg)
@@ -193,15 +195,16 @@ class Run:
             self.facts["mfu"] = self.meter.summary()
             self._tracker.summary(mfu=self.facts["mfu"])
 
-    def evaluate(self) -> dict[str, float]:
-        """On the held-out problems; {} where there are none."""
+    def evaluate(self) -> None:
+        """On the held-out problems, if there are any."""
+        found: dict[str, float] = {}
         if self.task.heldout[: self.cfg.evaluation.prompts]:
             with self._pause("evaluation") as record:
                 record |= evaluate(self.policy, self.task, self.cfg)
-            self._held_out = {name: value for name, value in record.items() if name != "time/evaluation"}
-        self._evaluated = self.steps_done
-        self._tracker.summary(evaluation=self._held_out)
-        return self._held_out
+            found = {name: value for name, value in record.items() if name != "time/evaluation"}
+        self.held_out.add(found, self.steps_done)
+        early = self.held_out.end if self.steps_done < self.cfg.steps else None
+        self._tracker.summary(evaluation=found, ended_early=early)
 
     def save(self) -> None:
         """A checkpoint, after the records that it stands for."""
@@ -215,7 +218,7 @@ class Run:
         self._tracker.sync()
         generators = self._generators or generator_states()
         state = self.policy.model, self.policy.optimizer, self.reference
-        self._saver.save(*state, self.steps_done, generators, self._held_out, self._fingerprints)
+        self._saver.save(*state, self.steps_done, generators, self.held_out.last, self._fingerprints)
         self._saved = self.steps_done
 
     @contextlib.contextmanager
@@ -237,7 +240,7 @@ class Run:
             return
         if self.cfg.checkpoint.every and self._saved != self.steps_done:
             self.save()
-        if self._evaluated != self.steps_done:
+        if not self.held_out.is_of(self.steps_done):
             self.evaluate()
         whereabouts.at(self.steps_done, "export")
         self._saver.wait()

@@ -49,6 +49,8 @@ WRONG = {
     "checkpoint.best=true": "checkpoint.best=true compares the evaluations of checkpoints: type evaluation.every=100",
     "evaluation.prompts=-1": "evaluation.prompts",
     "evaluation.every=-1": "evaluation.every=-1: must be 0 or more",
+    "evaluation.samples=4": "evaluation.samples=4 evaluation.temperature=0: greedy samples are all equal; type",
+    "evaluation.patience=3": "evaluation.patience=3 counts evaluations: type evaluation.every=10 as well",
     "task.heldout=-5": "task.heldout=-5: must be 0 or more",
     "task.largest=0": "task.largest=0: must be 1 or more",
     "fsdp=hybrid_shard": "fsdp=hybrid_shard needs",

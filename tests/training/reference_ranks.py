@@ -192,7 +192,7 @@ def check(strategy, dtype, device, folder):
 
 
 def save(model, optimizer, folder, step, reference):
-    saver = Saver(folder, CheckpointConf(keep_last=0), 60)
+    saver = Saver(folder, CheckpointConf(keep_last=0), "eval/reward", 60)
     saver.save(model, optimizer, reference, step, generator_states(), {}, {})
     saver.wait()
 

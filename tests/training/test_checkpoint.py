@@ -90,7 +90,7 @@ def prepared(one_rank):
 
 
 def save(policy, run_dir, step, **options):
-    saver = Saver(run_dir, CheckpointConf(**{"keep_last": 0} | options), 60)
+    saver = Saver(run_dir, CheckpointConf(**{"keep_last": 0} | options), "eval/reward", 60)
     saver.save(policy.model, policy.optimizer, None, step, generator_states(), {}, {})
     saver.wait()
 

@@ -34,8 +34,8 @@ def trained(one_rank):
 
 
 def save(run_dir, trained, step, reward=None, **options):
-    saver = Saver(run_dir, CheckpointConf(**options), 10)
-    evaluation = {} if reward is None else {"eval/reward": reward}
+    saver = Saver(run_dir, CheckpointConf(**options), "eval/reward", 10)
+    evaluation = {} if reward is None else {"eval/reward": reward, "eval/other": -step}
     saver.save(*trained, None, step, generator_states(), evaluation, {"problems": "12"})
     return saver
 
@@ -102,6 +102,7 @@ def test_generators_go_on_where_they_were():
         ({"keep_last": 0}, [1, 2, 3, 4, 5, 6]),
         ({"keep_last": 1, "keep_every": 2}, [2, 4, 6]),
         ({"keep_last": 1, "best": True}, [3, 6]),
+        ({"keep_last": 1, "best": "eval/other"}, [1, 6]),
     ],
 )
 def test_which_are_kept(tmp_path, trained, options, kept):
@@ -150,7 +151,7 @@ def test_a_disk_that_gives_back_other_bytes_than_it_was_given(tmp_path, trained,
 
 
 def test_a_rank_that_never_signs_is_waited_for_within_bounds(tmp_path, one_rank):
-    saver = Saver(tmp_path, CheckpointConf(), timeout_s=0.3)
+    saver = Saver(tmp_path, CheckpointConf(), "eval/reward", timeout_s=0.3)
     (tmp_path / "rank_00000.signed").write_text("{}")
     with pytest.raises(TimeoutError, match=r"1 of 2 ranks wrote their share in 0\.3 s"):
         saver._others(tmp_path, 2)

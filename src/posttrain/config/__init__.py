@@ -143,7 +143,7 @@ class CheckpointConf:
     every: int = 100  # steps between checkpoints, and one after the last step; 0: none
     keep_last: int = 2  # newest checkpoints kept; 0: all
     keep_every: int = 0  # checkpoints of steps that are multiples of this are kept as well; 0: none
-    best: bool = False  # the checkpoint of the best eval/reward is kept as well
+    best: bool | str = False  # the checkpoint of the best evaluation.metric is kept as well; or the metric's name
     asynchronous: bool = True  # training goes on while a copy of the state, in CPU memory, is written
     export: bool = True  # write the trained model to <run directory>/model at the end
 
@@ -152,11 +152,15 @@ class CheckpointConf:
 class EvaluationConf:
     prompts: int = 128  # held-out prompts; 0, in training: no evaluation
     temperature: float = 0.0  # of the evaluation's sampling; 0: greedy
+    samples: int = 1  # completions of each prompt; more: pass@k and maj@k, at a temperature above 0
+    by: str | None = None  # column of the rows, such as level, whose values have metrics of their own; task: by task
 
 
 @dataclass
 class PeriodicEvaluationConf(EvaluationConf):
     every: int = 0  # also every so many steps; 0: at the end only
+    metric: str = "eval/reward"  # what the best checkpoint and an early end are judged by; more is better
+    patience: int = 0  # evaluations without a better one after which the run ends; 0: it goes to its last step
 
 
 @dataclass

@@ -51,6 +51,12 @@ def _common(cfg: JobConf) -> list[tuple[bool, str]]:
         *([least("task.heldout", task.heldout, 0)] if isinstance(task, ArithmeticConf | TableConf) else []),
         *([least("task.largest", task.largest, 1)] if isinstance(task, ArithmeticConf) else []),
         least("evaluation.temperature", evaluation.temperature, 0),
+        least("evaluation.samples", evaluation.samples, 1),
+        (
+            evaluation.samples <= 1 or evaluation.temperature > 0,
+            f"evaluation.samples={evaluation.samples} evaluation.temperature=0: greedy samples are all equal; type "
+            "evaluation.temperature=1 as well, or another above 0",
+        ),
         (
             min(task.reward_correct, task.reward_format) >= 0 and task.reward_correct + task.reward_format > 0,
             f"task.reward_correct={task.reward_correct} task.reward_format={task.reward_format}: "
@@ -69,6 +75,12 @@ def _training(cfg: TrainingConf, world: int) -> list[tuple[bool, str]]:
     peak = cfg.metrics.peak_tflops
     return [
         least("evaluation.every", cfg.evaluation.every, 0),
+        least("evaluation.patience", cfg.evaluation.patience, 0),
+        (
+            cfg.evaluation.patience <= 0 or min(cfg.evaluation.every, cfg.evaluation.prompts) > 0,
+            f"evaluation.patience={cfg.evaluation.patience} counts evaluations: type evaluation.every=10 as well, and "
+            "at least evaluation.prompts=1",
+        ),
         least("steps", cfg.steps, 1),
         (cfg.optim.lr > 0, f"optim.lr={cfg.optim.lr}: must be above 0"),
         (
@@ -106,9 +118,9 @@ def _kept(cfg: TrainingConf) -> list[tuple[bool, str]]:
         ),
         (
             not cfg.checkpoint.best or (min(every, judged, cfg.evaluation.prompts) > 0 and every % judged == 0),
-            "checkpoint.best=true compares the evaluations of checkpoints: type evaluation.every="
-            f"{every if every > 0 else 100} as well, or another divisor of checkpoint.every={every}, and at least "
-            "evaluation.prompts=1",
+            f"checkpoint.best={str(cfg.checkpoint.best).lower()} compares the evaluations of checkpoints: type "
+            f"evaluation.every={every if every > 0 else 100} as well, or another divisor of checkpoint.every={every}, "
+            "and at least evaluation.prompts=1",
         ),
     ]
 

@@ -38,7 +38,7 @@ def math(completion: str, answer: str, finished: bool) -> float | None:
     Raises:
         UserError: math-verify is needed and does not start.
     """
-    written, said = _final_text(answer), _final_text(completion)
+    written, said = final_text(answer), final_text(completion)
     target = numbers.plain(written)
     found = numbers.plain(said) or (numbers.final(completion) if target is not None else None)
     if target is not None and found is not None:
@@ -48,7 +48,7 @@ def math(completion: str, answer: str, finished: bool) -> float | None:
     return float(JUDGE.equal(said, written))
 
 
-def _final_text(text: str) -> str:
+def final_text(text: str) -> str:
     """The answer's part of a solution: after the last ####, in the last \\boxed{}, or the last line of mathematics."""
     text = text[-numbers.LONGEST :]
     if "####" in text:

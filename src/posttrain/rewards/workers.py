@@ -46,6 +46,10 @@ class _Child:
     printed: bytes = b""
     bytes_printed: int = 0
 
+    @property
+    def flooded(self) -> bool:
+        return self.bytes_printed > FLOOD
+
 
 @dataclass(slots=True)
 class Workers:
@@ -169,7 +173,7 @@ class Workers:
             self._end(child)
             return
         child.line += piece or b""
-        if child.bytes_printed > FLOOD:
+        if child.flooded:
             answers[place] = Failure("flood", f"it printed more than {FLOOD:,} bytes")
             self._end(child)
         elif child.line.endswith(b"\n"):
@@ -189,7 +193,7 @@ class Workers:
                 return
             child.printed = (child.printed + piece)[:SHOWN]
             child.bytes_printed += len(piece)
-            if child.bytes_printed > FLOOD:
+            if child.flooded:
                 return
 
     def _end_the_late(self, answers: list[Any], limit_s: float, children: Sequence[_Child] | None = None) -> None:

@@ -12,6 +12,16 @@ SHOWN = 3  # failures
 
 
 def score(rollouts: Sequence[Rollout], placed: Mapping[int, Problem], task: Task) -> list[Group]:
+    """The groups of a step, see `groups_of_all_ranks`.
+
+    Raises RuntimeError, on all ranks, where too many rewards failed.
+    """
+    groups = groups_of_all_ranks(rollouts, placed, task)
+    _refuse_failures(groups, task.max_failed)
+    return groups
+
+
+def groups_of_all_ranks(rollouts: Sequence[Rollout], placed: Mapping[int, Problem], task: Task) -> list[Group]:
     """The group of each problem with all its rewards, on every rank, in the order of their places. A collective.
 
     Raises UserError or RuntimeError, on the rank that has the reason, as `Task.score` does.
@@ -20,9 +30,7 @@ def score(rollouts: Sequence[Rollout], placed: Mapping[int, Problem], task: Task
     groups = {place: Group(problem=problem) for place, problem in placed.items()}
     for rollout, each in from_all_ranks(list(zip(rollouts, scored, strict=True))):
         groups[rollout.group] = groups[rollout.group].with_rollout(rollout, *each)
-    found = list(groups.values())
-    _refuse_failures(found, task.max_failed)
-    return found
+    return list(groups.values())
 
 
 def _refuse_failures(groups: Sequence[Group], most: float) -> None:

@@ -103,8 +103,10 @@ def closing(summary: Mapping[str, Any]) -> str:
         rows["held out"] = "  ".join(
             f"{name.removeprefix('eval/').removeprefix('rewards/')} {value:.3f}"
             for name, value in held_out.items()
-            if name != "eval/prompts"
+            if _is_shown(name, several="eval/pass@2" in held_out)
         )
+    if summary.get("ended_early"):
+        rows["ended"] = f"early: {summary['ended_early']}"
     if summary["skipped_updates"]:
         rows["skipped"] = f"{summary['skipped_updates']} updates, whose loss or gradient was not finite"
     rows["tokens"] = f"{summary['tokens']:,}"
@@ -113,6 +115,12 @@ def closing(summary: Mapping[str, Any]) -> str:
         if (summary.get(part) or {}).get("available") is False:
             rows[f"{part} off"] = summary[part]["reason"]
     return table(rows)
+
+
+def _is_shown(metric: str, several: bool) -> bool:
+    """Of an evaluation: rewards, and with several samples of each prompt the shares that these give."""
+    share = several and "@" in metric and metric.count("/") == 1
+    return metric == "eval/reward" or metric.startswith("eval/rewards/") or share
 
 
 def table(rows: Mapping[str, str]) -> str:

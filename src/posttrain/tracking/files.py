@@ -40,6 +40,11 @@ def read_records(run_dir: Path) -> Iterator[dict[str, float]]:
                 yield _record(line, f"{path}, line {number}")
 
 
+def history(run_dir: Path, metric: str, step: float) -> list[float]:
+    """The values of a metric up to `step`, in the order of the records."""
+    return [each[metric] for each in read_records(run_dir) if each["step"] <= step and metric in each]
+
+
 def _record(line: str, where: str) -> dict[str, float]:
     try:
         record: dict[str, float] = json.loads(line)

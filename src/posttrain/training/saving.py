@@ -30,8 +30,10 @@ SIGNED = "rank_*.signed"
 class Saver:
     """Writes this rank's share of a run's checkpoints, one at a time."""
 
-    def __init__(self, run_dir: Path, cfg: CheckpointConf, timeout_s: float) -> None:
+    def __init__(self, run_dir: Path, cfg: CheckpointConf, metric: str, timeout_s: float) -> None:
+        """`metric`: of the evaluation, that the best checkpoint is judged by, unless checkpoint.best names another."""
         self.folder, self.cfg, self.timeout_s = run_dir / "checkpoints", cfg, timeout_s
+        self.metric = cfg.best if isinstance(cfg.best, str) else metric
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._given_up = threading.Event()
@@ -133,8 +135,8 @@ class Saver:
         kept = {folder for folder, _ in whole[-self.cfg.keep_last :]}
         if self.cfg.keep_every:
             kept |= {folder for folder, found in whole if found.step % self.cfg.keep_every == 0}
-        if self.cfg.best and (judged := [each for each in whole if "eval/reward" in each[1].evaluation]):
-            kept.add(max(judged, key=lambda each: each[1].evaluation["eval/reward"])[0])
+        if self.cfg.best and (judged := [each for each in whole if self.metric in each[1].evaluation]):
+            kept.add(max(judged, key=lambda each: each[1].evaluation[self.metric])[0])
         for folder in every:
             if folder not in kept:
                 remove(folder)
