@@ -34,7 +34,7 @@ pictures: install ## docs/pictures from the newest sweep, by running the noteboo
 	PICTURES=$(CURDIR)/docs/pictures $(VENV)/bin/jupyter-execute notebooks/mfu_curves.ipynb notebooks/sharding_sweep.ipynb
 
 test: install ## the tests for everyone: no GPU, no network
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: install ## real weights and other environments
 	$(RUN) -m pytest -m slow $(ARGS)

@@ -29,7 +29,8 @@ SLOWEST = (
     "metrics/test_mfu.py", "docs/test_commands.py", "recipes/test_failures.py", "training/test_reference.py",
     "command/test_launch.py", "test_notebooks.py", "recipes/test_sft.py", "test_same.py", "docs/test_newcomer.py",
     "models/test_multimodal.py", "recipes/test_preflight.py", "models/survey/test_survey_flops.py",
-    "models/survey/test_survey_packing.py",
+    "models/survey/test_survey_packing.py", "recipes/test_reliability.py", "recipes/test_rewards.py",
+    "rollout/test_held_out.py",
 )  # fmt: skip
 
 

@@ -45,10 +45,11 @@ def values(recipe: str, overrides: Sequence[str]) -> dict:
     from omegaconf import OmegaConf
 
     from posttrain.command import cli
+    from posttrain.command.shorthand import spelled_out
 
     cli._declare(recipe)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return OmegaConf.to_container(compose(recipe, list(overrides)), resolve=True, enum_to_str=True)
+        return OmegaConf.to_container(compose(recipe, spelled_out(overrides)), resolve=True, enum_to_str=True)
 
 
 class WatchedOptimizer:

@@ -69,7 +69,7 @@ def tokens(doc: Path) -> list[str]:
 def metric_names() -> list[str]:
     """The first column of the tables of metrics."""
     found = []
-    for name in ("algorithms.md", "mfu.md"):
+    for name in ("algorithms.md", "mfu.md", "evaluation.md"):
         for table in re.findall(r"^\| (?:of|name)[^\n]*\n\|---\|---\|\n((?:\|[^\n]*\n)+)", _text(name), re.MULTILINE):
             for row in table.splitlines():
                 found += re.findall(r"`([^`]+)`", row.split("|")[1])

@@ -17,7 +17,7 @@ import yaml
 from conftest import ROOT, command
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from jobs import run_jobs, values
-from reading import NEEDS, in_blocks, in_prose, metric_names, metric_pattern, parts
+from reading import DOCS, NEEDS, in_blocks, in_prose, metric_names, metric_pattern, parts
 
 from posttrain.config.rules import problems
 from posttrain.config.validation import typed
@@ -49,10 +49,18 @@ def recipe_jobs(words, directory):
     """
     rows = [json.dumps({"prompt": f"{n}+{n}=", "question": f"{n}+{n}=", "answer": str(2 * n)}) for n in range(8)]
     (directory / "mine.jsonl").write_text("\n".join(rows))
+    for doc in DOCS:
+        for info, text, _ in parts(doc):
+            if re.fullmatch(r"python \w+\.py", info):  # a file that the reader is to write
+                (directory / info.removeprefix("python ")).write_text(text)
     recipe = re.fullmatch(r"recipes/(\w+)\.py", words[1])[1]
     overrides, swept = [], {}
     for word in words[2:]:
-        for users, here in (("mine.jsonl", "mine.jsonl"), ("outputs/grpo/<run>", "grpo/0")):
+        for users, here in (
+            ("mine.jsonl", "mine.jsonl"),
+            ("my_reward.py", "my_reward.py"),
+            ("outputs/grpo/<run>", "grpo/0"),
+        ):
             word = word.replace(users, str(directory / here))
         if word.startswith("sweep="):
             preset = yaml.safe_load((ROOT / f"conf/sweep/{word.partition('=')[2]}.yaml").read_text())

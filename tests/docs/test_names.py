@@ -32,7 +32,9 @@ def there_is(path):
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
 def test_paths_exist(doc):
-    metric = metric_pattern([*metric_names(), "sampling/kl", "trained/<name>"])
+    metric = metric_pattern(
+        [*metric_names(), "sampling/kl", "trained/<name>", "eval/<by>/<value>/reward", "rewards/<name>/<entry>/mean"]
+    )
     named = [token for token in tokens(doc) if PATH.fullmatch(token) and not metric.fullmatch(token)]
     assert [path for path in named if not there_is(path) and not OF_A_RUN.search(path)] == []
 
